@@ -1,0 +1,131 @@
+"""What an environment is: messages in, messages out, a reward at the end.
+
+Invariants
+- An environment sees *parsed* turns and returns *messages*; it never sees token ids. `rollout.chat.ChatFormat` is the
+  only place where messages become tokens.
+- The policy's mistakes (a malformed tool call, an unknown tool, rude words) are part of the episode: `step` answers
+  them or ends the episode, and the reward says what they cost. The environment's own failures raise
+  `EnvironmentFailure`; they become a trajectory status and never a reward.
+- `reward` is a pure function of the episode so far: it may be asked for once, after the last step, whether the
+  environment ended the episode (`Step.done`) or the agent loop cut it (turn, token or time limit).
+- A `Task` is plain JSON: it can be stored in the bank and rebuilt in another process by `TaskSource.environment`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "heldout"]
+
+
+class EnvironmentFailure(RuntimeError):
+    """The environment itself failed (a tool server is down, a user simulator timed out, a database is corrupt).
+
+    Raised from any method of `Environment`. The episode ends with status `environment_error`, is counted, and is
+    excluded from the loss: a failure is not a reward of 0.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool: its name, its JSON arguments, and an id where the chat format has one."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as chat templates know it.
+
+    `tool_calls` and `reasoning` belong to assistant messages only. A `tool` message holds the result of one call.
+    """
+
+    role: Role
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """What the policy said in one turn, parsed from its tokens.
+
+    `content` is the text outside reasoning and tool calls, stripped. `parse_error` says in a sentence what was
+    malformed, or is None; `tool_calls` then holds the calls that could still be read.
+    """
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    parse_error: str | None = None
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How an episode begins: the messages before the policy's first turn, and the tools as OpenAI function schemas."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to one turn.
+
+    `messages` are the observations to append (empty when nothing follows). `done` ends the episode; `truncated` says
+    that it ended by a limit of the environment's own, so that the last state is not terminal.
+    """
+
+    messages: list[Message]
+    done: bool
+    truncated: bool = False
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode of one task. Not shared between episodes; methods are called one at a time."""
+
+    async def reset(self) -> Start:
+        """Begin the episode. Called once."""
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """Answer one policy turn. Not called again after `done`."""
+
+    async def reward(self) -> tuple[float, dict[str, Any]]:
+        """(reward, info): info is JSON and says why, e.g. which part of the success criterion failed."""
+
+    async def close(self) -> None:
+        """Release what the episode holds. Called exactly once, also after a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task: a stable id, unique over both splits, and everything needed to rebuild its environment (JSON)."""
+
+    task_id: str
+    data: dict[str, Any]
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """Tasks of one split, addressed by index, so that a restarted run goes on where it stopped.
+
+    `size` is the number of distinct tasks, or None for an endless source. `task(i)` is deterministic; for a finite
+    source, an index past the end raises IndexError and the caller decides whether to start over.
+    """
+
+    split: Split
+
+    @property
+    def size(self) -> int | None:
+        """Number of distinct tasks; None when endless."""
+
+    def task(self, index: int) -> Task:
+        """The task with this index, index >= 0."""
+
+    def environment(self, task: Task) -> Environment:
+        """A fresh environment for one episode of `task`."""
