@@ -1,0 +1,648 @@
+"""The one trajectory type: what a policy saw, did, and under which version it did it.
+
+Invariants, checked on every append and again when a trajectory is read back:
+
+* Token ids are only ever appended, never re-tokenised; the loss mask is recorded where tokens are born.
+* All per-token arrays have one length L and are aligned to the token they speak of. There is one append
+  for all of them, and it is all-or-nothing: a refused append changes nothing.
+* Version spans are half-open, ordered, and tile the action tokens exactly; adjacent spans of one version are
+  merged, so the way a response was cut into chunks leaves no trace. Versions never decrease.
+* A rollout log-prob is finite and at most 0.
+* Failures are not rewards: only `ok` and `truncated` may carry one.
+* After `finish` nothing changes any more.
+
+Left out on purpose: old log-probs and advantages (they belong to a training step, not to the trajectory), and
+text (ids are the truth).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+# A float32 log-softmax of a near-certain token can round to a hair above 0; anything larger is not a log-prob.
+LOGPROB_ROUNDING = 1e-5
+_INT32_MAX = 2**31 - 1
+_INT16_MAX = 2**15 - 1
+
+_MAGIC = b"MATJ"
+_FORMAT = 1
+_ROUTED_DTYPES = {"|u1": "u1", "<i2": "<i2"}
+_PREFIX = struct.Struct("<4sH16s")  # magic, format number, BLAKE2b-128 of the format number and the body
+
+
+class TrajectoryError(ValueError):
+    """An append, a finish or a read that would break a trajectory's invariants; the message has the values."""
+
+
+class Status(StrEnum):
+    """How a trajectory ended. Failures are statuses and never rewards."""
+
+    RUNNING = "running"
+    OK = "ok"
+    TRUNCATED = "truncated"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENGINE_ERROR = "engine_error"
+    ABORTED = "aborted"
+
+    @property
+    def trainable(self) -> bool:
+        """True for the statuses whose tokens may enter a loss."""
+        return self in (Status.OK, Status.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the engine sampled; the trainer needs it to compute the same distribution.
+
+    `max_new_tokens` is the budget of one turn. `top_k` = -1 switches top-k off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.temperature) and self.temperature >= 0):
+            raise TrajectoryError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise TrajectoryError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise TrajectoryError(f"top_k must be -1 (off) or >= 1, got {self.top_k}")
+        if self.max_new_tokens < 1:
+            raise TrajectoryError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) were sampled with the weights of `version`.
+
+    `kv_version` names the older version whose weights left a part of the KV cache those tokens attended to;
+    None means that the cache was computed under `version` itself, so that exact log-probs exist.
+    """
+
+    version: int
+    start: int
+    end: int
+    kv_version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise TrajectoryError(f"a version is >= 0: {self}")
+        if not 0 <= self.start < self.end:
+            raise TrajectoryError(f"a span is half-open and holds at least one token: {self}")
+        if self.kv_version is not None and not 0 <= self.kv_version <= self.version:
+            raise TrajectoryError(f"KV cannot come from a version newer than the weights: {self}")
+        if self.kv_version == self.version:
+            object.__setattr__(self, "kv_version", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy: action tokens [start, end), empty when the engine returned none."""
+
+    start: int
+    end: int
+    finish_reason: str
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    """Everything but the arrays; msgspec checks the types when it is read."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_id: str
+    sampling: tuple[float, float, int, int]
+    task: dict[str, Any]
+    status: str
+    reward: float | None
+    info: dict[str, Any]
+    tokens: int
+    spans: list[tuple[int, int, int, int | None]]
+    turns: list[tuple[int, int, str]]
+    open_turn: int | None
+    routed: tuple[str, int, int, int] | None
+
+
+class Trajectory:
+    """Tokens, loss mask, rollout log-probs, versions and turns of one episode.
+
+    Per-token properties are read-only arrays of length L = `len(trajectory)`:
+    `token_ids` int32, `loss_mask` bool, `rollout_logprobs` float32 (NaN off-action), `versions` int32 (-1
+    off-action). `task` and `info` are JSON objects; they are copied, so later changes outside have no effect.
+
+    Example::
+
+        t = Trajectory("t0", "g0", "p0", SamplingParams())
+        t.append_context([1, 2, 3])
+        t.append_action([4, 5], [-0.1, -0.2], [VersionSpan(7, 0, 2)], finish_reason="stop")
+        t.finish(Status.OK, reward=1.0)
+        t.versions            # [-1, -1, -1, 7, 7]
+        t.spans               # (VersionSpan(version=7, start=3, end=5, kv_version=None),)
+    """
+
+    def __init__(
+        self,
+        trajectory_id: str,
+        group_id: str,
+        prompt_id: str,
+        sampling: SamplingParams,
+        task: dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (
+            ("trajectory_id", trajectory_id),
+            ("group_id", group_id),
+            ("prompt_id", prompt_id),
+        ):
+            if not isinstance(value, str) or not value:
+                raise TrajectoryError(f"{name} must be a non-empty string, got {value!r}")
+        self.trajectory_id = trajectory_id
+        self.group_id = group_id
+        self.prompt_id = prompt_id
+        self.sampling = sampling
+        self.task = _json_object(task, "task")
+        self.status = Status.RUNNING
+        self.reward: float | None = None
+        self.info: dict[str, Any] = {}
+        self._length = 0
+        self._ids = np.empty(0, np.int32)
+        self._logprobs = np.empty(0, np.float32)
+        self._versions = np.empty(0, np.int32)
+        self._spans: list[VersionSpan] = []
+        self._turns: list[Turn] = []
+        self._open_turn: int | None = None
+        self._routed: npt.NDArray[Any] | None = None
+
+    # ------------------------------------------------------------------ appending
+
+    def append_context(self, ids: npt.ArrayLike) -> None:
+        """Append tokens the policy did not choose (a prompt or an observation).
+
+        Raises TrajectoryError when the trajectory is finished or a turn is still open.
+        """
+        self._refuse_if_finished("append_context")
+        tokens = _token_array(ids, "context ids")
+        if self._open_turn is not None and len(tokens):
+            raise TrajectoryError(
+                f"{self._name}: {len(tokens)} context tokens inside the open turn [{self._open_turn}, "
+                f"{self._length}); end the turn first: pass finish_reason with its last append_action"
+            )
+        self._append(tokens, np.full(len(tokens), np.nan, np.float32), np.full(len(tokens), -1, np.int32))
+
+    def append_action(
+        self,
+        ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        spans: Iterable[VersionSpan],
+        finish_reason: str | None = None,
+        routed_experts: npt.ArrayLike | None = None,
+    ) -> None:
+        """Append one chunk of n tokens that the policy sampled; a turn may come in any number of chunks.
+
+        ids, logprobs: n values each. spans: relative to this chunk, tiling [0, n) exactly; none when n = 0.
+        finish_reason: ends the turn. routed_experts: ids of the chosen experts, [L - 1, layers, top-k] for the
+        *whole sequence* up to the end of this chunk, as the engine reports them; rows already recorded are kept
+        (they are the routing that token was sampled with), only new ones are added.
+
+        Raises TrajectoryError, leaving the trajectory unchanged, if any array disagrees.
+        """
+        self._refuse_if_finished("append_action")
+        tokens = _token_array(ids, "action ids")
+        values = _logprob_array(logprobs, self._name)
+        if len(tokens) != len(values):
+            raise TrajectoryError(f"{self._name}: {len(tokens)} action ids but {len(values)} log-probs")
+        if self._length == 0:
+            raise TrajectoryError(f"{self._name}: {len(tokens)} action tokens before any context token")
+        if finish_reason == "":
+            raise TrajectoryError(f"{self._name}: finish_reason is empty; use None while the turn goes on")
+        self._check_turn_budget(len(tokens))
+        placed = self._place_spans(tuple(spans), len(tokens))
+        routed = self._extended_routing(routed_experts, self._length + len(tokens))
+
+        versions = np.empty(len(tokens), np.int32)
+        for span in placed:
+            versions[span.start - self._length : span.end - self._length] = span.version
+        if self._open_turn is None and (len(tokens) or finish_reason is not None):
+            self._open_turn = self._length
+        self._append(tokens, values, versions)
+        self._routed = routed
+        for span in placed:
+            _push_merged(self._spans, span)
+        if finish_reason is not None:
+            self._close_turn(finish_reason)
+
+    def finish(self, status: Status, reward: float | None = None, info: dict[str, Any] | None = None) -> None:
+        """Freeze the trajectory.
+
+        `ok` needs a finite reward and at least one action token; `truncated` may have a reward; failures must not.
+        A turn still open is closed with finish_reason "abort", except under `ok`, where it is an error.
+        """
+        self._refuse_if_finished("finish")
+        status = Status(status)
+        if status is Status.RUNNING:
+            raise TrajectoryError(f"{self._name}: finish needs an end status, got {status.value!r}")
+        if reward is not None and not np.isfinite(reward):
+            raise TrajectoryError(f"{self._name}: reward must be finite, got {reward}")
+        if status is Status.OK and (reward is None or not self._spans or self._open_turn is not None):
+            raise TrajectoryError(
+                f"{self._name}: status ok needs a reward (got {reward}), action tokens "
+                f"(has {self.num_action_tokens}) and no open turn (open since {self._open_turn})"
+            )
+        if not status.trainable and reward is not None:
+            raise TrajectoryError(
+                f"{self._name}: status {status.value} is a failure, not a reward of {reward}"
+            )
+        self.info = _json_object(info, "info")
+        self.reward = None if reward is None else float(reward)
+        if self._open_turn is not None:
+            self._close_turn("abort")
+        self.status = status
+
+    def drop_open_turn(self) -> int:
+        """Forget the tokens of the turn still open, to resume from the last complete turn; returns how many."""
+        self._refuse_if_finished("drop_open_turn")
+        if self._open_turn is None:
+            return 0
+        start, dropped = self._open_turn, self._length - self._open_turn
+        kept = [s for s in self._spans if s.start < start]
+        if kept and kept[-1].end > start:
+            kept[-1] = VersionSpan(kept[-1].version, kept[-1].start, start, kept[-1].kv_version)
+        self._spans, self._length, self._open_turn = kept, start, None
+        if self._routed is not None:
+            self._routed = self._routed[: max(start - 1, 0)]
+        return dropped
+
+    # ------------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return self._body() == other._body()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable until finished
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({self.trajectory_id!r}, group={self.group_id!r}, status={self.status.value}, "
+            f"tokens={self._length}, actions={self.num_action_tokens}, turns={len(self._turns)}, "
+            f"versions={self.min_version}..{self.max_version}, reward={self.reward})"
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.status is not Status.RUNNING
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return _read_only(self._ids[: self._length])
+
+    @property
+    def rollout_logprobs(self) -> npt.NDArray[np.float32]:
+        return _read_only(self._logprobs[: self._length])
+
+    @property
+    def versions(self) -> npt.NDArray[np.int32]:
+        return _read_only(self._versions[: self._length])
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.bool_]:
+        return _read_only(self._versions[: self._length] >= 0)
+
+    @property
+    def kv_mismatch(self) -> npt.NDArray[np.bool_]:
+        """bool[L]: tokens sampled over KV of another version; no exact log-prob exists for them."""
+        mask = np.zeros(self._length, np.bool_)
+        for span in self._spans:
+            mask[span.start : span.end] = span.kv_version is not None
+        return _read_only(mask)
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        return tuple(self._spans)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Completed turns; the one still open is `open_turn`."""
+        return tuple(self._turns)
+
+    @property
+    def open_turn(self) -> int | None:
+        """Start of the turn still being sampled, or None."""
+        return self._open_turn
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(span.end - span.start for span in self._spans)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest version among the action tokens; None without action tokens."""
+        return self._spans[0].version if self._spans else None
+
+    @property
+    def max_version(self) -> int | None:
+        """Newest version among the action tokens; None without action tokens."""
+        return self._spans[-1].version if self._spans else None
+
+    @property
+    def routed_experts(self) -> npt.NDArray[Any] | None:
+        """[L - 1, layers, top-k] uint8 (expert ids < 256) or int16; row t is the routing of token t.
+
+        None when the engine reported nothing, or not enough to reach the last action token. Rows after the last
+        one reported repeat it: no action token depends on them.
+        """
+        if self._routed is None or not self._spans or len(self._routed) < self._spans[-1].end - 1:
+            return None
+        missing = self._length - 1 - len(self._routed)
+        if missing > 0:
+            return _read_only(np.concatenate([self._routed, np.repeat(self._routed[-1:], missing, axis=0)]))
+        return _read_only(self._routed[:])
+
+    def remaining_new_tokens(self, max_tokens: int | None = None) -> int:
+        """Tokens the current turn may still sample: its own budget less what the open turn already holds.
+
+        max_tokens: limit of the whole trajectory, context included. A resumed partial response thus gets the rest
+        of its budget, not a fresh one.
+        """
+        used = 0 if self._open_turn is None else self._length - self._open_turn
+        left = self.sampling.max_new_tokens - used
+        return max(0, left if max_tokens is None else min(left, max_tokens - self._length))
+
+    # ------------------------------------------------------------------ bytes
+
+    def to_bytes(self) -> bytes:
+        """Serialise, running or finished: prefix (magic, format, digest), then zstd of header and arrays."""
+        body = zstandard.ZstdCompressor(level=3).compress(self._body())
+        return _PREFIX.pack(_MAGIC, _FORMAT, _digest(body)) + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Trajectory:
+        """Read `to_bytes` output back, through the same checks as the appends.
+
+        Raises TrajectoryError for a foreign format, a wrong digest, or contents that break an invariant.
+        """
+        header, arrays = _decode(bytes(data))
+        return _replay(cls, header, arrays)
+
+    def _body(self) -> bytes:
+        routed = self._routed
+        header = msgspec.msgpack.encode(
+            _Header(
+                trajectory_id=self.trajectory_id,
+                group_id=self.group_id,
+                prompt_id=self.prompt_id,
+                sampling=astuple(self.sampling),
+                task=self.task,
+                status=self.status.value,
+                reward=self.reward,
+                info=self.info,
+                tokens=self._length,
+                spans=[astuple(s) for s in self._spans],
+                turns=[astuple(t) for t in self._turns],
+                open_turn=self._open_turn,
+                routed=None if routed is None else (_little(routed).dtype.str, *routed.shape),
+            )
+        )
+        parts = [struct.pack("<I", len(header)), header, _little(self.token_ids).tobytes()]
+        parts.append(_little(self.rollout_logprobs[self.loss_mask]).tobytes())
+        if routed is not None:
+            parts.append(_little(routed).tobytes())
+        return b"".join(parts)
+
+    # ------------------------------------------------------------------ internals
+
+    @property
+    def _name(self) -> str:
+        return f"trajectory {self.trajectory_id!r} (length {self._length})"
+
+    def _refuse_if_finished(self, operation: str) -> None:
+        if self.finished:
+            raise TrajectoryError(f"{self._name}: {operation} after it was finished as {self.status.value}")
+
+    def _append(
+        self, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], versions: npt.NDArray[np.int32]
+    ) -> None:
+        """The one append: all arrays grow together (by doubling, so that many small chunks stay cheap)."""
+        end = self._length + len(ids)
+        if end > len(self._ids):
+            capacity = max(64, 2 * len(self._ids), end)
+            self._ids = _grown(self._ids, self._length, capacity)
+            self._logprobs = _grown(self._logprobs, self._length, capacity)
+            self._versions = _grown(self._versions, self._length, capacity)
+        self._ids[self._length : end] = ids
+        self._logprobs[self._length : end] = logprobs
+        self._versions[self._length : end] = versions
+        self._length = end
+
+    def _close_turn(self, finish_reason: str) -> None:
+        if self._open_turn is not None:
+            self._turns.append(Turn(self._open_turn, self._length, finish_reason))
+        self._open_turn = None
+
+    def _check_turn_budget(self, count: int) -> None:
+        used = 0 if self._open_turn is None else self._length - self._open_turn
+        if used + count > self.sampling.max_new_tokens:
+            raise TrajectoryError(
+                f"{self._name}: {used} + {count} tokens exceed the turn's budget of {self.sampling.max_new_tokens}; "
+                "a continued turn must ask for remaining_new_tokens()"
+            )
+
+    def _place_spans(self, spans: Sequence[VersionSpan], count: int) -> list[VersionSpan]:
+        """Chunk-relative spans to absolute ones; raises unless they tile [0, count) with growing versions."""
+        position, newest = 0, self.max_version
+        for span in spans:
+            if span.start != position:
+                raise TrajectoryError(f"{self._name}: spans must tile [0, {count}); got {_shown(spans)}")
+            if newest is not None and span.version < newest:
+                raise TrajectoryError(
+                    f"{self._name}: version {span.version} after {newest}; got {_shown(spans)}"
+                )
+            position, newest = span.end, span.version
+        if position != count:
+            raise TrajectoryError(
+                f"{self._name}: spans cover {position} of the chunk's {count} tokens; got {_shown(spans)}"
+            )
+        shift = self._length
+        return [VersionSpan(s.version, s.start + shift, s.end + shift, s.kv_version) for s in spans]
+
+    def _extended_routing(self, routed: npt.ArrayLike | None, length: int) -> npt.NDArray[Any] | None:
+        """The recorded rows plus the new ones of a whole-sequence array of `length` - 1 rows."""
+        if routed is None:
+            return self._routed
+        array = np.asarray(routed)
+        if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length - 1:
+            raise TrajectoryError(
+                f"{self._name}: routed experts must be integers [{length - 1}, layers, top-k] for the whole sequence "
+                f"of {length} tokens; got {array.dtype} {list(array.shape)}"
+            )
+        old = self._routed
+        if old is not None and old.shape[1:] != array.shape[1:]:
+            raise TrajectoryError(
+                f"{self._name}: routed experts changed shape from {old.shape[1:]} to {array.shape[1:]}"
+            )
+        if array.size and not (0 <= array.min() and array.max() <= _INT16_MAX):
+            raise TrajectoryError(
+                f"{self._name}: expert ids must be in [0, {_INT16_MAX}]; got {array.min()}..{array.max()}"
+            )
+        known = 0 if old is None else len(old)
+        fresh = array[known:].astype(np.uint8 if not array.size or array.max() < 256 else np.int16)
+        return fresh if old is None else np.concatenate([old, fresh])
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def _token_array(ids: npt.ArrayLike, what: str) -> npt.NDArray[np.int32]:
+    array = np.asarray(ids)
+    if array.ndim == 1 and array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TrajectoryError(
+            f"{what} must be a flat list of integers; got {array.dtype} {list(array.shape)}"
+        )
+    if array.min() < 0 or array.max() > _INT32_MAX:
+        raise TrajectoryError(f"{what} must be in [0, {_INT32_MAX}]; got {array.min()}..{array.max()}")
+    return array.astype(np.int32)
+
+
+def _logprob_array(logprobs: npt.ArrayLike, name: str) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # a value too large for float32 becomes -inf and is refused below
+        array = np.asarray(logprobs, np.float32)
+    if array.ndim != 1:
+        raise TrajectoryError(f"{name}: log-probs must be a flat list; got shape {list(array.shape)}")
+    bad = np.flatnonzero(~(np.isfinite(array) & (array <= LOGPROB_ROUNDING)))
+    if len(bad):
+        shown = ", ".join(f"[{i}]={array[i]}" for i in bad[:8])
+        raise TrajectoryError(
+            f"{name}: {len(bad)} of {len(array)} log-probs are not finite and <= 0: {shown}"
+        )
+    return np.minimum(array, np.float32(0.0))
+
+
+def _json_object(value: dict[str, Any] | None, what: str) -> dict[str, Any]:
+    """A deep copy by way of JSON, so that what is kept is what can be written."""
+    try:
+        copy = json.loads(json.dumps(value if value is not None else {}, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TrajectoryError(f"{what} must be a JSON object: {error}") from error
+    if not isinstance(copy, dict):
+        raise TrajectoryError(f"{what} must be a JSON object, got {type(value).__name__}")
+    return copy
+
+
+def _push_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
+    last = spans[-1] if spans else None
+    if last and (last.end, last.version, last.kv_version) == (span.start, span.version, span.kv_version):
+        spans[-1] = VersionSpan(span.version, last.start, span.end, span.kv_version)
+    else:
+        spans.append(span)
+
+
+def _shown(spans: Sequence[VersionSpan]) -> str:
+    return "[" + ", ".join(f"[{s.start},{s.end})->{s.version}" for s in spans[:16]) + "]"
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _grown(array: npt.NDArray[Any], used: int, capacity: int) -> npt.NDArray[Any]:
+    grown = np.empty(capacity, array.dtype)
+    grown[:used] = array[:used]
+    return grown
+
+
+def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(_MAGIC + struct.pack("<H", _FORMAT) + body, digest_size=16).digest()
+
+
+def _decode(data: bytes) -> tuple[_Header, memoryview]:
+    """Check prefix and digest, then open the body; nothing is decompressed before the digest agreed."""
+    if len(data) < _PREFIX.size:
+        raise TrajectoryError(
+            f"damaged trajectory: {len(data)} bytes, shorter than its {_PREFIX.size}-byte prefix"
+        )
+    magic, number, digest = _PREFIX.unpack_from(data)
+    if magic != _MAGIC or number != _FORMAT:
+        raise TrajectoryError(
+            f"not a trajectory of this format: magic {magic!r}, format {number} (expected {_MAGIC!r}, {_FORMAT})"
+        )
+    body = data[_PREFIX.size :]
+    if _digest(body) != digest:
+        raise TrajectoryError(f"damaged trajectory: the digest of its {len(body)}-byte body does not match")
+    try:
+        raw = memoryview(zstandard.ZstdDecompressor().decompress(body))
+        (size,) = struct.unpack_from("<I", raw)
+        return msgspec.msgpack.decode(raw[4 : 4 + size], type=_Header), raw[4 + size :]
+    except (zstandard.ZstdError, struct.error, msgspec.MsgspecError) as error:
+        raise TrajectoryError(f"damaged trajectory: {error}") from error
+
+
+def _replay(cls: type[Trajectory], header: _Header, arrays: memoryview) -> Trajectory:
+    """Rebuild by appending turn after turn: the checks of a read are the checks of a write."""
+    actions = sum(end - start for _, start, end, _ in header.spans)
+    routed = header.routed
+    dtype = np.dtype(_ROUTED_DTYPES.get(routed[0], "V1") if routed else "u1")
+    rows = int(np.prod(routed[1:], dtype=np.int64)) * dtype.itemsize if routed else 0
+    expected = 4 * header.tokens + 4 * actions + rows
+    fits = routed is None or (dtype.kind in "iu" and min(routed[1:]) >= 0 and routed[1] < header.tokens)
+    if min(header.tokens, actions, rows) < 0 or len(arrays) != expected or not fits:
+        raise TrajectoryError(
+            f"damaged trajectory {header.trajectory_id!r}: {header.tokens} tokens, {actions} action tokens and "
+            f"routing {routed} need {expected} bytes, found {len(arrays)}"
+        )
+    ids = np.frombuffer(arrays, "<i4", header.tokens)
+    logprobs = np.frombuffer(arrays, "<f4", actions, 4 * header.tokens)
+    trajectory = cls(
+        header.trajectory_id, header.group_id, header.prompt_id, SamplingParams(*header.sampling), header.task
+    )
+    open_turns = [] if header.open_turn is None else [(header.open_turn, header.tokens, None)]
+    position = used = 0
+    for start, end, reason in [*header.turns, *open_turns]:
+        if not position <= start <= end <= header.tokens:
+            raise TrajectoryError(
+                f"damaged trajectory {header.trajectory_id!r}: turns {header.turns} overlap"
+            )
+        trajectory.append_context(ids[position:start])
+        spans = [
+            VersionSpan(version, max(first, start) - start, min(last, end) - start, kv)
+            for version, first, last, kv in header.spans
+            if first < end and last > start
+        ]
+        trajectory.append_action(ids[start:end], logprobs[used : used + end - start], spans, reason)
+        position, used = end, used + end - start
+    trajectory.append_context(ids[position:])
+    if used != actions or tuple(header.spans) != tuple(astuple(s) for s in trajectory.spans):
+        raise TrajectoryError(
+            f"damaged trajectory {header.trajectory_id!r}: spans {header.spans} miss its turns"
+        )
+    if routed:
+        trajectory._routed = np.frombuffer(arrays, dtype, offset=4 * (header.tokens + actions)).reshape(
+            routed[1:]
+        )
+    if header.status not in set(Status):
+        raise TrajectoryError(
+            f"damaged trajectory {header.trajectory_id!r}: unknown status {header.status!r}"
+        )
+    if header.status != Status.RUNNING:
+        trajectory.finish(Status(header.status), header.reward, header.info)
+    return trajectory
