@@ -17,122 +17,28 @@ text (ids are the truth).
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
-from enum import StrEnum
+from dataclasses import astuple
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
-# A float32 log-softmax of a near-certain token can round to a hair above 0; anything larger is not a log-prob.
-LOGPROB_ROUNDING = 1e-5
-_INT32_MAX = 2**31 - 1
-_INT16_MAX = 2**15 - 1
+from megatron_async import trajectory_format
+from megatron_async.trajectory_format import Header, Record
+from megatron_async.trajectory_values import (
+    INT16_MAX,
+    SamplingParams,
+    Status,
+    TrajectoryError,
+    Turn,
+    VersionSpan,
+    json_object,
+    logprob_array,
+    token_array,
+)
 
-_MAGIC = b"MATJ"
-_FORMAT = 1
-_ROUTED_DTYPES = {"|u1": "u1", "<i2": "<i2"}
-_PREFIX = struct.Struct("<4sH16s")  # magic, format number, BLAKE2b-128 of the format number and the body
-
-
-class TrajectoryError(ValueError):
-    """An append, a finish or a read that would break a trajectory's invariants; the message has the values."""
-
-
-class Status(StrEnum):
-    """How a trajectory ended. Failures are statuses and never rewards."""
-
-    RUNNING = "running"
-    OK = "ok"
-    TRUNCATED = "truncated"
-    ENVIRONMENT_ERROR = "environment_error"
-    ENGINE_ERROR = "engine_error"
-    ABORTED = "aborted"
-
-    @property
-    def trainable(self) -> bool:
-        """True for the statuses whose tokens may enter a loss."""
-        return self in (Status.OK, Status.TRUNCATED)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the engine sampled; the trainer needs it to compute the same distribution.
-
-    `max_new_tokens` is the budget of one turn. `top_k` = -1 switches top-k off.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise TrajectoryError(f"temperature must be finite and >= 0, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise TrajectoryError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k != -1 and self.top_k < 1:
-            raise TrajectoryError(f"top_k must be -1 (off) or >= 1, got {self.top_k}")
-        if self.max_new_tokens < 1:
-            raise TrajectoryError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Tokens [start, end) were sampled with the weights of `version`.
-
-    `kv_version` names the older version whose weights left a part of the KV cache those tokens attended to;
-    None means that the cache was computed under `version` itself, so that exact log-probs exist.
-    """
-
-    version: int
-    start: int
-    end: int
-    kv_version: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.version < 0:
-            raise TrajectoryError(f"a version is >= 0: {self}")
-        if not 0 <= self.start < self.end:
-            raise TrajectoryError(f"a span is half-open and holds at least one token: {self}")
-        if self.kv_version is not None and not 0 <= self.kv_version <= self.version:
-            raise TrajectoryError(f"KV cannot come from a version newer than the weights: {self}")
-        if self.kv_version == self.version:
-            object.__setattr__(self, "kv_version", None)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the policy: action tokens [start, end), empty when the engine returned none."""
-
-    start: int
-    end: int
-    finish_reason: str
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """Everything but the arrays; msgspec checks the types when it is read."""
-
-    trajectory_id: str
-    group_id: str
-    prompt_id: str
-    sampling: tuple[float, float, int, int]
-    task: dict[str, Any]
-    status: str
-    reward: float | None
-    info: dict[str, Any]
-    tokens: int
-    spans: list[tuple[int, int, int, int | None]]
-    turns: list[tuple[int, int, str]]
-    open_turn: int | None
-    routed: tuple[str, int, int, int] | None
+__all__ = ["SamplingParams", "Status", "Trajectory", "TrajectoryError", "Turn", "VersionSpan"]
 
 
 class Trajectory:
@@ -171,7 +77,7 @@ class Trajectory:
         self.group_id = group_id
         self.prompt_id = prompt_id
         self.sampling = sampling
-        self.task = _json_object(task, "task")
+        self.task = json_object(task, "task")
         self.status = Status.RUNNING
         self.reward: float | None = None
         self.info: dict[str, Any] = {}
@@ -192,7 +98,7 @@ class Trajectory:
         Raises TrajectoryError when the trajectory is finished or a turn is still open.
         """
         self._refuse_if_finished("append_context")
-        tokens = _token_array(ids, "context ids")
+        tokens = token_array(ids, "context ids")
         if self._open_turn is not None and len(tokens):
             raise TrajectoryError(
                 f"{self._name}: {len(tokens)} context tokens inside the open turn [{self._open_turn}, "
@@ -218,8 +124,8 @@ class Trajectory:
         Raises TrajectoryError, leaving the trajectory unchanged, if any array disagrees.
         """
         self._refuse_if_finished("append_action")
-        tokens = _token_array(ids, "action ids")
-        values = _logprob_array(logprobs, self._name)
+        tokens = token_array(ids, "action ids")
+        values = logprob_array(logprobs, self._name)
         if len(tokens) != len(values):
             raise TrajectoryError(f"{self._name}: {len(tokens)} action ids but {len(values)} log-probs")
         if self._length == 0:
@@ -263,7 +169,7 @@ class Trajectory:
             raise TrajectoryError(
                 f"{self._name}: status {status.value} is a failure, not a reward of {reward}"
             )
-        self.info = _json_object(info, "info")
+        self.info = json_object(info, "info")
         self.reward = None if reward is None else float(reward)
         if self._open_turn is not None:
             self._close_turn("abort")
@@ -291,7 +197,7 @@ class Trajectory:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trajectory):
             return NotImplemented
-        return self._body() == other._body()
+        return trajectory_format.encode(self._record()) == trajectory_format.encode(other._record())
 
     __hash__ = None  # type: ignore[assignment]  # mutable until finished
 
@@ -385,9 +291,8 @@ class Trajectory:
     # ------------------------------------------------------------------ bytes
 
     def to_bytes(self) -> bytes:
-        """Serialise, running or finished: prefix (magic, format, digest), then zstd of header and arrays."""
-        body = zstandard.ZstdCompressor(level=3).compress(self._body())
-        return _PREFIX.pack(_MAGIC, _FORMAT, _digest(body)) + body
+        """Serialise, running or finished: compact, versioned, digest-checked (see `trajectory_format`)."""
+        return trajectory_format.write(self._record())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Trajectory:
@@ -395,33 +300,25 @@ class Trajectory:
 
         Raises TrajectoryError for a foreign format, a wrong digest, or contents that break an invariant.
         """
-        header, arrays = _decode(bytes(data))
-        return _replay(cls, header, arrays)
+        return _replayed(cls, trajectory_format.read(bytes(data)))
 
-    def _body(self) -> bytes:
-        routed = self._routed
-        header = msgspec.msgpack.encode(
-            _Header(
-                trajectory_id=self.trajectory_id,
-                group_id=self.group_id,
-                prompt_id=self.prompt_id,
-                sampling=astuple(self.sampling),
-                task=self.task,
-                status=self.status.value,
-                reward=self.reward,
-                info=self.info,
-                tokens=self._length,
-                spans=[astuple(s) for s in self._spans],
-                turns=[astuple(t) for t in self._turns],
-                open_turn=self._open_turn,
-                routed=None if routed is None else (_little(routed).dtype.str, *routed.shape),
-            )
+    def _record(self) -> Record:
+        header = Header(
+            trajectory_id=self.trajectory_id,
+            group_id=self.group_id,
+            prompt_id=self.prompt_id,
+            sampling=astuple(self.sampling),
+            task=self.task,
+            status=self.status.value,
+            reward=self.reward,
+            info=self.info,
+            tokens=self._length,
+            spans=[astuple(s) for s in self._spans],
+            turns=[astuple(t) for t in self._turns],
+            open_turn=self._open_turn,
+            routing=trajectory_format.routing_header(self._routed),
         )
-        parts = [struct.pack("<I", len(header)), header, _little(self.token_ids).tobytes()]
-        parts.append(_little(self.rollout_logprobs[self.loss_mask]).tobytes())
-        if routed is not None:
-            parts.append(_little(routed).tobytes())
-        return b"".join(parts)
+        return Record(header, self.token_ids, self.rollout_logprobs[self.loss_mask], self._routed)
 
     # ------------------------------------------------------------------ internals
 
@@ -494,9 +391,9 @@ class Trajectory:
             raise TrajectoryError(
                 f"{self._name}: routed experts changed shape from {old.shape[1:]} to {array.shape[1:]}"
             )
-        if array.size and not (0 <= array.min() and array.max() <= _INT16_MAX):
+        if array.size and not (0 <= array.min() and array.max() <= INT16_MAX):
             raise TrajectoryError(
-                f"{self._name}: expert ids must be in [0, {_INT16_MAX}]; got {array.min()}..{array.max()}"
+                f"{self._name}: expert ids must be in [0, {INT16_MAX}]; got {array.min()}..{array.max()}"
             )
         known = 0 if old is None else len(old)
         fresh = array[known:].astype(np.uint8 if not array.size or array.max() < 256 else np.int16)
@@ -504,44 +401,6 @@ class Trajectory:
 
 
 # ---------------------------------------------------------------------- helpers
-
-
-def _token_array(ids: npt.ArrayLike, what: str) -> npt.NDArray[np.int32]:
-    array = np.asarray(ids)
-    if array.ndim == 1 and array.size == 0:
-        return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TrajectoryError(
-            f"{what} must be a flat list of integers; got {array.dtype} {list(array.shape)}"
-        )
-    if array.min() < 0 or array.max() > _INT32_MAX:
-        raise TrajectoryError(f"{what} must be in [0, {_INT32_MAX}]; got {array.min()}..{array.max()}")
-    return array.astype(np.int32)
-
-
-def _logprob_array(logprobs: npt.ArrayLike, name: str) -> npt.NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # a value too large for float32 becomes -inf and is refused below
-        array = np.asarray(logprobs, np.float32)
-    if array.ndim != 1:
-        raise TrajectoryError(f"{name}: log-probs must be a flat list; got shape {list(array.shape)}")
-    bad = np.flatnonzero(~(np.isfinite(array) & (array <= LOGPROB_ROUNDING)))
-    if len(bad):
-        shown = ", ".join(f"[{i}]={array[i]}" for i in bad[:8])
-        raise TrajectoryError(
-            f"{name}: {len(bad)} of {len(array)} log-probs are not finite and <= 0: {shown}"
-        )
-    return np.minimum(array, np.float32(0.0))
-
-
-def _json_object(value: dict[str, Any] | None, what: str) -> dict[str, Any]:
-    """A deep copy by way of JSON, so that what is kept is what can be written."""
-    try:
-        copy = json.loads(json.dumps(value if value is not None else {}, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise TrajectoryError(f"{what} must be a JSON object: {error}") from error
-    if not isinstance(copy, dict):
-        raise TrajectoryError(f"{what} must be a JSON object, got {type(value).__name__}")
-    return copy
 
 
 def _push_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
@@ -567,82 +426,34 @@ def _grown(array: npt.NDArray[Any], used: int, capacity: int) -> npt.NDArray[Any
     return grown
 
 
-def _little(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.blake2b(_MAGIC + struct.pack("<H", _FORMAT) + body, digest_size=16).digest()
-
-
-def _decode(data: bytes) -> tuple[_Header, memoryview]:
-    """Check prefix and digest, then open the body; nothing is decompressed before the digest agreed."""
-    if len(data) < _PREFIX.size:
-        raise TrajectoryError(
-            f"damaged trajectory: {len(data)} bytes, shorter than its {_PREFIX.size}-byte prefix"
-        )
-    magic, number, digest = _PREFIX.unpack_from(data)
-    if magic != _MAGIC or number != _FORMAT:
-        raise TrajectoryError(
-            f"not a trajectory of this format: magic {magic!r}, format {number} (expected {_MAGIC!r}, {_FORMAT})"
-        )
-    body = data[_PREFIX.size :]
-    if _digest(body) != digest:
-        raise TrajectoryError(f"damaged trajectory: the digest of its {len(body)}-byte body does not match")
-    try:
-        raw = memoryview(zstandard.ZstdDecompressor().decompress(body))
-        (size,) = struct.unpack_from("<I", raw)
-        return msgspec.msgpack.decode(raw[4 : 4 + size], type=_Header), raw[4 + size :]
-    except (zstandard.ZstdError, struct.error, msgspec.MsgspecError) as error:
-        raise TrajectoryError(f"damaged trajectory: {error}") from error
-
-
-def _replay(cls: type[Trajectory], header: _Header, arrays: memoryview) -> Trajectory:
+def _replayed(cls: type[Trajectory], record: Record) -> Trajectory:
     """Rebuild by appending turn after turn: the checks of a read are the checks of a write."""
-    actions = sum(end - start for _, start, end, _ in header.spans)
-    routed = header.routed
-    dtype = np.dtype(_ROUTED_DTYPES.get(routed[0], "V1") if routed else "u1")
-    rows = int(np.prod(routed[1:], dtype=np.int64)) * dtype.itemsize if routed else 0
-    expected = 4 * header.tokens + 4 * actions + rows
-    fits = routed is None or (dtype.kind in "iu" and min(routed[1:]) >= 0 and routed[1] < header.tokens)
-    if min(header.tokens, actions, rows) < 0 or len(arrays) != expected or not fits:
-        raise TrajectoryError(
-            f"damaged trajectory {header.trajectory_id!r}: {header.tokens} tokens, {actions} action tokens and "
-            f"routing {routed} need {expected} bytes, found {len(arrays)}"
-        )
-    ids = np.frombuffer(arrays, "<i4", header.tokens)
-    logprobs = np.frombuffer(arrays, "<f4", actions, 4 * header.tokens)
-    trajectory = cls(
-        header.trajectory_id, header.group_id, header.prompt_id, SamplingParams(*header.sampling), header.task
-    )
+    header, ids = record.header, record.token_ids
+    damaged = f"damaged trajectory {header.trajectory_id!r}"
+    sampling = SamplingParams(*header.sampling)
+    trajectory = cls(header.trajectory_id, header.group_id, header.prompt_id, sampling, header.task)
     open_turns = [] if header.open_turn is None else [(header.open_turn, header.tokens, None)]
     position = used = 0
     for start, end, reason in [*header.turns, *open_turns]:
         if not position <= start <= end <= header.tokens:
             raise TrajectoryError(
-                f"damaged trajectory {header.trajectory_id!r}: turns {header.turns} overlap"
+                f"{damaged}: turns {header.turns} overlap or leave its {header.tokens} tokens"
             )
-        trajectory.append_context(ids[position:start])
         spans = [
             VersionSpan(version, max(first, start) - start, min(last, end) - start, kv)
             for version, first, last, kv in header.spans
             if first < end and last > start
         ]
-        trajectory.append_action(ids[start:end], logprobs[used : used + end - start], spans, reason)
+        trajectory.append_context(ids[position:start])
+        logprobs = record.action_logprobs[used : used + end - start]
+        trajectory.append_action(ids[start:end], logprobs, spans, reason)
         position, used = end, used + end - start
     trajectory.append_context(ids[position:])
-    if used != actions or tuple(header.spans) != tuple(astuple(s) for s in trajectory.spans):
-        raise TrajectoryError(
-            f"damaged trajectory {header.trajectory_id!r}: spans {header.spans} miss its turns"
-        )
-    if routed:
-        trajectory._routed = np.frombuffer(arrays, dtype, offset=4 * (header.tokens + actions)).reshape(
-            routed[1:]
-        )
+    if list(header.spans) != [astuple(s) for s in trajectory.spans]:
+        raise TrajectoryError(f"{damaged}: spans {header.spans} are not those of its turns")
+    trajectory._routed = record.routing
     if header.status not in set(Status):
-        raise TrajectoryError(
-            f"damaged trajectory {header.trajectory_id!r}: unknown status {header.status!r}"
-        )
+        raise TrajectoryError(f"{damaged}: unknown status {header.status!r}")
     if header.status != Status.RUNNING:
         trajectory.finish(Status(header.status), header.reward, header.info)
     return trajectory

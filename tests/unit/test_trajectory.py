@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from typing import Any
 
@@ -53,7 +54,8 @@ def test_arrays_are_aligned_to_the_token_they_speak_of() -> None:
     assert t.spans == (VersionSpan(7, 3, 5), VersionSpan(8, 6, 7))
     assert t.turns == (Turn(3, 5, "stop"), Turn(6, 7, "stop"))
     assert (t.min_version, t.max_version, t.num_action_tokens, len(t)) == (7, 8, 3, 7)
-    assert (t.token_ids.dtype, t.rollout_logprobs.dtype, t.versions.dtype) == (np.int32, np.float32, np.int32)
+    dtypes = [str(array.dtype) for array in (t.token_ids, t.rollout_logprobs, t.versions, t.loss_mask)]
+    assert dtypes == ["int32", "float32", "int32", "bool"]
 
 
 def test_half_open_spans_put_the_border_token_into_the_newer_version() -> None:
@@ -346,7 +348,7 @@ def chunked(draw: st.DataObject | None, turns: list[Any], experts: bool = False)
             rows.append((token, logprob, version))
         cuts = [] if draw is None else sorted(draw.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
         bounds = [0, *cuts, len(rows)]
-        chunks = [rows[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        chunks = [rows[start:end] for start, end in itertools.pairwise(bounds)]
         if draw is not None and draw.draw(st.booleans()):
             chunks.append([])
         for number, chunk in enumerate(chunks, 1):

@@ -1,0 +1,130 @@
+"""The values a trajectory is made of, each checked where it is made, and the checks on raw arrays."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# A float32 log-softmax of a near-certain token can round to a hair above 0; anything larger is not a log-prob.
+LOGPROB_ROUNDING = 1e-5
+_INT32_MAX = 2**31 - 1
+INT16_MAX = 2**15 - 1
+
+
+class TrajectoryError(ValueError):
+    """An append, a finish or a read that would break a trajectory's invariants; the message has the values."""
+
+
+class Status(StrEnum):
+    """How a trajectory ended. Failures are statuses and never rewards."""
+
+    RUNNING = "running"
+    OK = "ok"
+    TRUNCATED = "truncated"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENGINE_ERROR = "engine_error"
+    ABORTED = "aborted"
+
+    @property
+    def trainable(self) -> bool:
+        """True for the statuses whose tokens may enter a loss."""
+        return self in (Status.OK, Status.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the engine sampled; the trainer needs it to compute the same distribution.
+
+    `max_new_tokens` is the budget of one turn. `top_k` = -1 switches top-k off.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.temperature) and self.temperature >= 0):
+            raise TrajectoryError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise TrajectoryError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise TrajectoryError(f"top_k must be -1 (off) or >= 1, got {self.top_k}")
+        if self.max_new_tokens < 1:
+            raise TrajectoryError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) were sampled with the weights of `version`.
+
+    `kv_version` names the older version whose weights left a part of the KV cache those tokens attended to;
+    None means that the cache was computed under `version` itself, so that exact log-probs exist.
+    """
+
+    version: int
+    start: int
+    end: int
+    kv_version: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            raise TrajectoryError(f"a version is >= 0: {self}")
+        if not 0 <= self.start < self.end:
+            raise TrajectoryError(f"a span is half-open and holds at least one token: {self}")
+        if self.kv_version is not None and not 0 <= self.kv_version <= self.version:
+            raise TrajectoryError(f"KV cannot come from a version newer than the weights: {self}")
+        if self.kv_version == self.version:
+            object.__setattr__(self, "kv_version", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy: action tokens [start, end), empty when the engine returned none."""
+
+    start: int
+    end: int
+    finish_reason: str
+
+
+def token_array(ids: npt.ArrayLike, what: str) -> npt.NDArray[np.int32]:
+    array = np.asarray(ids)
+    if array.ndim == 1 and array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TrajectoryError(
+            f"{what} must be a flat list of integers; got {array.dtype} {list(array.shape)}"
+        )
+    if array.min() < 0 or array.max() > _INT32_MAX:
+        raise TrajectoryError(f"{what} must be in [0, {_INT32_MAX}]; got {array.min()}..{array.max()}")
+    return array.astype(np.int32)
+
+
+def logprob_array(logprobs: npt.ArrayLike, name: str) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # a value too large for float32 becomes -inf and is refused below
+        array = np.asarray(logprobs, np.float32)
+    if array.ndim != 1:
+        raise TrajectoryError(f"{name}: log-probs must be a flat list; got shape {list(array.shape)}")
+    bad = np.flatnonzero(~(np.isfinite(array) & (array <= LOGPROB_ROUNDING)))
+    if len(bad):
+        shown = ", ".join(f"[{i}]={array[i]}" for i in bad[:8])
+        raise TrajectoryError(
+            f"{name}: {len(bad)} of {len(array)} log-probs are not finite and <= 0: {shown}"
+        )
+    return np.minimum(array, np.float32(0.0))
+
+
+def json_object(value: dict[str, Any] | None, what: str) -> dict[str, Any]:
+    """A deep copy by way of JSON, so that what is kept is what can be written."""
+    try:
+        copy = json.loads(json.dumps(value if value is not None else {}, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TrajectoryError(f"{what} must be a JSON object: {error}") from error
+    if not isinstance(copy, dict):
+        raise TrajectoryError(f"{what} must be a JSON object, got {type(value).__name__}")
+    return copy
