@@ -1,0 +1,448 @@
+"""Checks that concern several fields at once, made before anything is started.
+
+Invariants: `check` reports every problem in one ConfigError, with the arithmetic that fails; what is legal but likely
+a mistake comes back as a warning; nothing is changed here.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+
+from megatron_async.config import methods
+from megatron_async.config.errors import ConfigError, nearest
+from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
+from megatron_async.config.schema import LayoutConfig, RunConfig
+
+# Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
+_HIGHEST_PORT = 65535
+# A window this tight (or tighter) only speaks of engine noise if the anchor is exact.
+TIGHT_MASK = 0.02
+
+
+def _check_layout(layout: LayoutConfig) -> list[str]:
+    sizes = {
+        "world_size": layout.world_size,
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+    }
+    small = [f"layout.{name}: {size} is not at least 1" for name, size in sizes.items() if size < 1]
+    if small:
+        return small
+    problems = []
+    dense, experts = layout.model_parallel_size, layout.expert_parallel_product
+    if layout.world_size % dense:
+        problems.append(
+            f"layout: world_size {layout.world_size} is not a multiple of tensor {layout.tensor_model_parallel_size} "
+            f"* pipeline {layout.pipeline_model_parallel_size} * context {layout.context_parallel_size} = {dense}; "
+            f"set layout.world_size to {_next_multiple(layout.world_size, dense)} or lower one of them"
+        )
+    if layout.world_size % experts:
+        problems.append(
+            f"layout: world_size {layout.world_size} is not a multiple of expert {layout.expert_model_parallel_size} "
+            f"* expert-tensor {layout.expert_tensor_parallel_size} * pipeline {layout.pipeline_model_parallel_size} "
+            f"= {experts}; set layout.world_size to {_next_multiple(layout.world_size, experts)} or lower one of them"
+        )
+    chunks = layout.virtual_pipeline_model_parallel_size
+    if chunks is not None and (chunks < 2 or layout.pipeline_model_parallel_size < 2):
+        problems.append(
+            f"layout.virtual_pipeline_model_parallel_size: {chunks} chunks on {layout.pipeline_model_parallel_size} "
+            "pipeline stage(s); it needs at least 2 of both, or null"
+        )
+    if layout.sequence_parallel and layout.tensor_model_parallel_size == 1:
+        problems.append("layout.sequence_parallel: true needs tensor_model_parallel_size > 1, which is 1")
+    return problems
+
+
+def _next_multiple(value: int, of: int) -> int:
+    return math.ceil(value / of) * of
+
+
+def _divides(what: str, total: int, part: str, size: int) -> list[str]:
+    if size >= 1 and total % size == 0:
+        return []
+    return [
+        f"layout.{part}: {what} = {total} is not divisible by {size} (remainder {total % size if size else total})"
+    ]
+
+
+def _check_model(config: RunConfig, shape: ModelShape) -> list[str]:
+    layout = config.layout
+    tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+    problems = _divides("num_attention_heads", shape.heads, "tensor_model_parallel_size", tensor)
+    problems += _divides("num_key_value_heads", shape.kv_heads, "tensor_model_parallel_size", tensor)
+    chunks = layout.virtual_pipeline_model_parallel_size or 1
+    if shape.layers % (stages * chunks):
+        problems.append(
+            f"layout.pipeline_model_parallel_size: num_hidden_layers = {shape.layers} is not divisible by "
+            f"{stages} stages * {chunks} chunks = {stages * chunks}"
+        )
+    if shape.moe_layers < shape.layers:
+        problems += _divides("intermediate_size", shape.intermediate, "tensor_model_parallel_size", tensor)
+    problems += _check_experts(layout, shape)
+    if shape.heads % config.engines.tensor_parallel_size:
+        problems.append(
+            f"engines.tensor_parallel_size: num_attention_heads = {shape.heads} is not divisible by "
+            f"{config.engines.tensor_parallel_size}"
+        )
+    if shape.max_positions and config.rollout.max_tokens > shape.max_positions:
+        problems.append(
+            f"rollout.max_tokens: {config.rollout.max_tokens} is more than the model's max_position_embeddings = "
+            f"{shape.max_positions}"
+        )
+    return problems
+
+
+def _check_experts(layout: LayoutConfig, shape: ModelShape) -> list[str]:
+    if not shape.is_moe:
+        wrong = {
+            "expert_model_parallel_size": layout.expert_model_parallel_size,
+            "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+        }
+        return [
+            f"layout.{name}: is {size}, but the model has no experts; set it to 1"
+            for name, size in wrong.items()
+            if size > 1
+        ]
+    problems = _divides(
+        "num_experts", shape.experts, "expert_model_parallel_size", layout.expert_model_parallel_size
+    )
+    problems += _divides(
+        "moe_intermediate_size",
+        shape.expert_intermediate,
+        "expert_tensor_parallel_size",
+        layout.expert_tensor_parallel_size,
+    )
+    if layout.tensor_model_parallel_size > 1 and not layout.uses_sequence_parallel:
+        problems.append(
+            f"layout.sequence_parallel: false with {layout.tensor_model_parallel_size} tensor-parallel ranks; Megatron "
+            "trains a mixture of experts with tensor parallel only with sequence parallel, set it to null or true"
+        )
+    return problems
+
+
+def _check_processes(config: RunConfig) -> list[str]:
+    trainer, layout = config.trainer, config.layout
+    if trainer.nodes < 1:
+        return [f"trainer.nodes: {trainer.nodes} is not at least 1"]
+    per_node = (
+        trainer.nproc_per_node if trainer.nproc_per_node is not None else layout.world_size / trainer.nodes
+    )
+    if trainer.nodes * per_node != layout.world_size or layout.world_size % trainer.nodes:
+        return [
+            f"trainer: {trainer.nodes} node(s) * {per_node:g} processes = {trainer.nodes * per_node:g}, but "
+            f"layout.world_size is {layout.world_size}; make the two equal"
+        ]
+    return []
+
+
+def _check_batch(config: RunConfig) -> list[str]:
+    batch, layout, updates = config.batch, config.layout, config.trainer.updates_per_batch
+    sizes = {
+        "batch.groups": batch.groups,
+        "batch.group_size": batch.group_size,
+        "trainer.updates_per_batch": updates,
+    }
+    small = [f"{name}: {size} is not at least 1" for name, size in sizes.items() if size < 1]
+    if small or layout.model_parallel_size < 1 or layout.world_size % layout.model_parallel_size:
+        return small
+    problems, data = [], layout.data_parallel_size
+    if batch.trajectories % (data * updates):
+        problems.append(
+            f"batch: groups {batch.groups} * group_size {batch.group_size} = {batch.trajectories} trajectories cannot "
+            f"be shared equally by {data} data-parallel rank(s) * {updates} update(s) = {data * updates} (remainder "
+            f"{batch.trajectories % (data * updates)}); with group_size {batch.group_size}, set batch.groups to "
+            f"{_groups_that_fit(batch.groups, batch.group_size, data * updates)}"
+        )
+    room = config.trainer.micro_batch_tokens * layout.context_parallel_size
+    if config.rollout.max_tokens > room:
+        problems.append(
+            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} * context parallel "
+            f"{layout.context_parallel_size} = {room} tokens do not hold one trajectory of rollout.max_tokens = "
+            f"{config.rollout.max_tokens}; raise the first or lower the second"
+        )
+    return problems
+
+
+def _groups_that_fit(groups: int, group_size: int, parts: int) -> int:
+    step = parts // math.gcd(group_size, parts)
+    return _next_multiple(groups, step)
+
+
+def _check_rollout(config: RunConfig) -> list[str]:
+    rollout, problems = config.rollout, []
+    at_least_one = ("concurrency", "max_turns", "max_new_tokens", "max_tokens")
+    problems += [
+        f"rollout.{name}: {getattr(rollout, name)} is not at least 1"
+        for name in at_least_one
+        if getattr(rollout, name) < 1
+    ]
+    if rollout.max_staleness < 0:
+        problems.append(
+            f"rollout.max_staleness: {rollout.max_staleness} is negative; 0 is synchronous training"
+        )
+    if rollout.temperature <= 0:
+        problems.append(
+            f"rollout.temperature: {rollout.temperature} is not above 0; greedy sampling has no log-probs to train on"
+        )
+    if not 0 < rollout.top_p <= 1:
+        problems.append(f"rollout.top_p: {rollout.top_p} is outside (0, 1]")
+    if rollout.top_k != -1 and rollout.top_k < 1:
+        problems.append(f"rollout.top_k: {rollout.top_k} is neither -1 (all) nor at least 1")
+    if rollout.max_new_tokens > rollout.max_tokens:
+        problems.append(
+            f"rollout.max_new_tokens: one turn of {rollout.max_new_tokens} tokens is longer than a whole trajectory, "
+            f"max_tokens = {rollout.max_tokens}"
+        )
+    if rollout.max_tokens > config.engines.max_total_tokens:
+        problems.append(
+            f"engines.max_total_tokens: a KV cache of {config.engines.max_total_tokens} tokens does not hold one "
+            f"trajectory of rollout.max_tokens = {rollout.max_tokens}"
+        )
+    return problems
+
+
+_POSITIVE = (
+    "steps", "optimizer.lr", "warm_start.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
+    "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
+    "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
+    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task", "warm_start.steps",
+    "warm_start.demonstrations", "warm_start.sequences_per_step", "optimizer.adam_eps",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
+    "rollout.max_retries", "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
+    "objective.entropy_coefficient", "warm_start.observation_weight",
+)  # fmt: skip
+
+
+def _value(config: RunConfig, dotted: str) -> float:
+    node: object = config
+    for part in dotted.split("."):
+        node = getattr(node, part)
+    assert isinstance(node, int | float)
+    return node
+
+
+def _check_ranges(config: RunConfig) -> list[str]:
+    problems = [
+        f"{key}: {_value(config, key)} is not above 0" for key in _POSITIVE if not _value(config, key) > 0
+    ]
+    problems += [
+        f"{key}: {_value(config, key)} is negative" for key in _NOT_NEGATIVE if _value(config, key) < 0
+    ]
+    for key in ("optimizer.adam_beta1", "optimizer.adam_beta2"):
+        if not 0 <= _value(config, key) < 1:
+            problems.append(f"{key}: {_value(config, key)} is outside [0, 1)")
+    if not 0 < config.engines.mem_fraction_static < 1:
+        problems.append(
+            f"engines.mem_fraction_static: {config.engines.mem_fraction_static} is outside (0, 1)"
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        problems.append(
+            f"optimizer.min_lr: {config.optimizer.min_lr} is above optimizer.lr = {config.optimizer.lr}"
+        )
+    if not config.name or "/" in config.name or config.name in (".", ".."):
+        problems.append(f"name: {config.name!r} cannot name a folder; use letters, digits, - and _")
+    return problems
+
+
+def _check_objective(config: RunConfig) -> list[str]:
+    objective = config.objective
+    preset, problems = methods.METHODS[objective.name], []
+    low, high = objective.mask_low or 0.0, math.inf if objective.mask_high is None else objective.mask_high
+    if not low < high:
+        problems.append(
+            f"objective: the mask's window [{low}, {high}] is empty; mask_low must be below mask_high"
+        )
+    elif not low <= 1 <= high:
+        problems.append(
+            f"objective: the mask's window [{low}, {high}] does not hold 1, so exact tokens are rejected"
+        )
+    if objective.clip_low is not None and objective.clip_low < 0:
+        problems.append(f"objective.clip_low: {objective.clip_low} is negative; it is the distance below 1")
+    if objective.clip_high is not None and objective.clip_high < 0:
+        problems.append(f"objective.clip_high: {objective.clip_high} is negative; it is the distance above 1")
+    if objective.dual_clip is not None and objective.dual_clip <= 1:
+        problems.append(f"objective.dual_clip: {objective.dual_clip} is not above 1")
+    if config.rollout.max_staleness > 0 and not corrects_staleness(config):
+        problems.append(
+            f"rollout.max_staleness: {config.rollout.max_staleness} allows tokens of older versions, but objective "
+            f"{objective.name} with anchor {objective.anchor} and weight {objective.weight} does not correct for "
+            f"them; set rollout.max_staleness to 0, or use one of: {', '.join(_correcting())}"
+            + (
+                ""
+                if not preset.corrects_staleness
+                else ", or weight: discrepancy, or a mask on the discrepancy ratio"
+            )
+        )
+    return problems + _check_source(config)
+
+
+def corrects_staleness(config: RunConfig) -> bool:
+    """Whether the loss accounts for tokens that an older version sampled.
+
+    An anchor on the starting weights alone leaves out the way from the sampling version to them: some weight or mask on
+    the discrepancy ratio must bring it back in.
+    """
+    objective = config.objective
+    if not methods.METHODS[objective.name].corrects_staleness:
+        return False
+    masked = bool(objective.mask_low) or (
+        objective.mask_high is not None and math.isfinite(objective.mask_high)
+    )
+    return (
+        objective.anchor == "rollout"
+        or masked
+        or objective.weight != "none"
+        or methods.ANCHORS[objective.anchor].exact
+    )
+
+
+def _correcting() -> list[str]:
+    return [name for name, method in methods.METHODS.items() if method.corrects_staleness]
+
+
+def _check_source(config: RunConfig) -> list[str]:
+    source, anchor = config.old_logits.source, methods.ANCHORS[config.objective.anchor]
+    if source not in methods.SOURCES:
+        return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
+    if anchor.source and source != anchor.source:
+        return [
+            f"old_logits.source: {source} does not give what objective.anchor: {config.objective.anchor} needs; "
+            f"set it to {anchor.source} or leave it out"
+        ]
+    return []
+
+
+def _check_advantage(config: RunConfig) -> list[str]:
+    advantage, problems = config.advantage, []
+    estimator = methods.ADVANTAGES[advantage.name]
+    if estimator.needs_group and config.batch.group_size == 1 and advantage.singleton == "error":
+        problems.append(
+            f"advantage.name: {advantage.name} compares the trajectories of a group, but batch.group_size is 1; raise "
+            "it to at least 2, or use advantage.name: running_mean, or say what to do by advantage.singleton"
+        )
+    if config.batch.group_size == 1 and advantage.drop_zero_variance_groups:
+        problems.append(
+            "advantage.drop_zero_variance_groups: true would drop every group, since a group of one "
+            "(batch.group_size: 1) has no variance; set it to false"
+        )
+    if advantage.window is not None and advantage.window < 1:
+        problems.append(f"advantage.window: {advantage.window} is not at least 1")
+    return problems
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name means this machine alone or all its addresses."""
+    return host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return (
+            probe.connect_ex((host, port)) != 0
+            if host not in ("0.0.0.0", "::")
+            else _can_bind(probe, host, port)
+        )
+
+
+def _can_bind(probe: socket.socket, host: str, port: int) -> bool:
+    try:
+        probe.bind((host, port))
+    except OSError:
+        return False
+    return True
+
+
+def _check_ports(config: RunConfig, starts_engines: bool) -> list[str]:
+    engines = config.engines
+    if engines.base_port == 0:
+        return []
+    ports = range(engines.base_port, engines.base_port + engines.count)
+    if ports[0] < 1 or ports[-1] > _HIGHEST_PORT:
+        return [
+            f"engines.base_port: {engines.base_port} + {engines.count} server(s) reaches port {ports[-1]}, outside "
+            f"[1, {_HIGHEST_PORT}]"
+        ]
+    if not starts_engines or not is_local(engines.host):
+        return []
+    taken = [port for port in ports if not port_is_free(engines.host, port)]
+    if taken:
+        return [
+            f"engines.base_port: port(s) {', '.join(map(str, taken))} on {engines.host} are in use; stop what listens "
+            "there, choose another base_port, or 0 to pick free ones"
+        ]
+    return []
+
+
+def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
+    objective, rollout, warnings = config.objective, config.rollout, []
+    anchor = methods.ANCHORS[objective.anchor]
+    tightest = min(1 - (objective.mask_low or 0.0), (objective.mask_high or math.inf) - 1)
+    if not anchor.exact and objective.anchor != "rollout" and tightest <= TIGHT_MASK:
+        warnings.append(
+            f"objective: mask [{objective.mask_low}, {objective.mask_high}] is within {TIGHT_MASK:.0%} of 1, but "
+            f"anchor {objective.anchor} is not exact: version drift enters the ratio and usable tokens are rejected, more "
+            "with every version of lag; use an exact anchor (snapshot) or a wider mask"
+        )
+    clips = math.isfinite(min(objective.clip_low or 0.0, objective.clip_high or 0.0))
+    if objective.anchor == "start" and config.trainer.updates_per_batch == 1 and clips:
+        warnings.append(
+            "objective: with one update per batch and anchor start the clipped ratio is exactly 1, so the clip cannot "
+            "act and the mask carries all control; use an exact anchor, or trainer.updates_per_batch > 1"
+        )
+    if rollout.top_p < 1 or rollout.top_k != -1:
+        warnings.append(
+            f"rollout: top_p {rollout.top_p} and top_k {rollout.top_k} sample from a cut distribution, but log-probs "
+            "are those of the whole one: every ratio is biased; set top_p 1.0 and top_k -1"
+        )
+    ceiling = (rollout.max_staleness + 1) * config.batch.trajectories
+    if rollout.concurrency > ceiling:
+        warnings.append(
+            f"rollout.concurrency: {rollout.concurrency} is never reached, since staleness admits (max_staleness "
+            f"{rollout.max_staleness} + 1) * {config.batch.trajectories} = {ceiling} unfinished trajectories"
+        )
+    return warnings + _warn_places(config, shape)
+
+
+def _warn_places(config: RunConfig, shape: ModelShape | None) -> list[str]:
+    warnings = []
+    if config.publish.pause_mode == "in_place" and config.objective.anchor != "rollout":
+        warnings.append(
+            "publish.pause_mode: in_place continues over the KV cache of older weights, so tokens after a switch have "
+            "no exact old log-probs and are flagged; retract keeps them exact"
+        )
+    if config.trainer.nodes > 1 and config.bank_url.startswith("sqlite"):
+        warnings.append(
+            f"bank.url: {config.trainer.nodes} nodes share an SQLite file, which is safe only while all that open the "
+            "bank run on one node; use a PostgreSQL address"
+        )
+    if config.engines.routed_experts and shape is not None and not shape.is_moe:
+        warnings.append("engines.routed_experts: true, but the model has no experts")
+    return warnings
+
+
+def check(config: RunConfig, *, starts_engines: bool = False) -> list[str]:
+    """Check a resolved configuration against itself, its checkpoint and (`starts_engines`) this machine's ports.
+
+    Returns warnings, one sentence each. Raises ConfigError listing everything that would fail later.
+    """
+    problems = (
+        _check_ranges(config) + _check_layout(config.layout) + _check_processes(config) + _check_batch(config)
+    )
+    problems += _check_rollout(config) + _check_objective(config) + _check_advantage(config)
+    problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
+    shape = read_shape(config.model.path)
+    if shape is not None:
+        problems += _check_model(config, shape)
+    problems += _check_ports(config, starts_engines)
+    if problems:
+        raise ConfigError(problems)
+    return _warn(config, shape)

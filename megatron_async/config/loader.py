@@ -1,0 +1,142 @@
+"""From a YAML file and `--set` overrides to a resolved `RunConfig`.
+
+Invariants: what `load` returns has no "auto" and no null that a field's documentation says will be decided;
+`from_dict(yaml of dump(cfg))` equals `cfg`; a key written twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_async.config import methods, typed
+from megatron_async.config.errors import ConfigError
+from megatron_async.config.schema import (
+    LayoutConfig,
+    OldLogitsConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainerConfig,
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers people write (`1e-6` is a number) and without silently repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise ConfigError(
+                    [f"{key}: written twice (second time in line {key_node.start_mark.line + 1})"]
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML follows, reads `1e-6` as text because it has no dot.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The plain values of a YAML text; raises ConfigError with line and column."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError([f"not valid YAML{place}: {getattr(error, 'problem', error)}"], where) from error
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set `a.b=value` in nested dicts, the value read as YAML; raises ConfigError when it is no such assignment."""
+    key, sign, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or not all(parts):
+        raise ConfigError(
+            [f"--set {override}: expected KEY=VALUE with a dotted key, such as optimizer.lr=1e-6"]
+        )
+    node = data
+    for depth, part in enumerate(parts[:-1]):
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            above = ".".join(parts[: depth + 1])
+            raise ConfigError([f"--set {override}: {above} is {child!r}, which has no keys of its own"])
+        node = child
+    node[parts[-1]] = parse_yaml(text, f"--set {override}")
+
+
+def _resolve_layout(layout: LayoutConfig) -> LayoutConfig:
+    return replace(layout, sequence_parallel=layout.uses_sequence_parallel)
+
+
+def _resolve_trainer(trainer: TrainerConfig, world_size: int) -> TrainerConfig:
+    if trainer.nproc_per_node is not None or trainer.nodes < 1:
+        return trainer
+    return replace(trainer, nproc_per_node=world_size // trainer.nodes)
+
+
+def _resolve_optimizer(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
+    return optimizer if optimizer.lr_decay_steps is not None else replace(optimizer, lr_decay_steps=updates)
+
+
+def _resolve_old_logits(old_logits: OldLogitsConfig, anchor: str) -> OldLogitsConfig:
+    if old_logits.source != "auto":
+        return old_logits
+    # An anchor without a scoring pass of its own still has its discrepancy reported against the starting weights,
+    # which the training forward gives for nothing.
+    return replace(old_logits, source=methods.ANCHORS[anchor].source or "start")
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """`config` with everything decided that can be left open; resolving twice changes nothing."""
+    objective = methods.resolve_objective(config.objective)
+    return replace(
+        config,
+        layout=_resolve_layout(config.layout),
+        trainer=_resolve_trainer(config.trainer, config.layout.world_size),
+        optimizer=_resolve_optimizer(config.optimizer, config.steps * config.trainer.updates_per_batch),
+        objective=objective,
+        advantage=methods.resolve_advantage(config.advantage),
+        old_logits=_resolve_old_logits(config.old_logits, objective.anchor),
+    )
+
+
+def from_dict(data: Mapping[str, Any], where: str = "") -> RunConfig:
+    """A resolved configuration from plain values; raises ConfigError with every problem found."""
+    config = typed.build(RunConfig, data, where)
+    try:
+        return resolve(config)
+    except ConfigError as error:
+        raise ConfigError(error.problems, where) from error
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `a.b=value` overrides in order, and return the resolved configuration.
+
+    Raises ConfigError when the file is missing, is no YAML, or holds unknown keys, wrong types or illegal values.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            [f"{file}: no such file; give the path of a YAML configuration (see recipes/configs)"]
+        )
+    data = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(data, dict):
+        raise ConfigError([f"expected a mapping of options, got {data!r}"], str(file))
+    for override in overrides:
+        apply_override(data, override)
+    return from_dict(data, str(file))
+
+
+def dump(config: RunConfig) -> str:
+    """The configuration as YAML, in the schema's order; `load` reads it back as the same configuration."""
+    return yaml.safe_dump(typed.to_plain(config), sort_keys=False, width=110, allow_unicode=True)

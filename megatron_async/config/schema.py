@@ -1,0 +1,424 @@
+"""The configuration of a run: every option, its default, what it means and what changing it does.
+
+Invariants: all classes are frozen; nothing here imports torch or megatron; a legal value is listed once, either as
+a `Literal` here or, for methods and estimators, in `config.methods`. The text under each field is its documentation
+(`docs/configuration.md` is generated from it). A field that says "auto" or null is made concrete by `load`: code that
+runs after loading never meets either in the fields that say so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The policy, as a Hugging Face checkpoint."""
+
+    path: str
+    """Directory with config.json, safetensors shards and a tokenizer whose chat template knows tools. It is version 0:
+    engines and trainer both start from it."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the weights in trainer and engines. bfloat16 halves memory, keeps fp32 masters in the optimiser and
+    brings engine noise of about 1e-2 per token; float32 makes both engines agree to about 1e-6, for small models."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutConfig:
+    """How the trainer's ranks share the model; the names are Megatron's. None of them changes the result."""
+
+    world_size: int = 1
+    """Trainer ranks in all, over all nodes. What tensor, pipeline and context parallel leave over is data
+    parallel."""
+    tensor_model_parallel_size: int = 1
+    """Ranks over which each matrix is cut. Saves memory, costs two collectives a layer: keep it inside one node."""
+    pipeline_model_parallel_size: int = 1
+    """Stages into which the layers are cut. Saves memory, idles (stages-1)/(micro-batches) of the time."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Chunks of layers per stage (interleaved schedule). Shrinks the idle share, costs more sends; null is one
+    chunk."""
+    context_parallel_size: int = 1
+    """Ranks over which each sequence is cut. For sequences whose activations do not fit otherwise."""
+    expert_model_parallel_size: int = 1
+    """Ranks over which the experts are spread. Saves memory of a mixture of experts for two all-to-alls a layer."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks over which each expert's matrices are cut. Rarely better than more expert parallel."""
+    sequence_parallel: bool | None = None
+    """Cut the activations outside attention and MLP over the tensor-parallel ranks. null: on when tensor parallel is
+    greater than 1. A mixture of experts with tensor parallel cannot train without it."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the dense weights: TP * PP * CP."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
+    def expert_parallel_product(self) -> int:
+        """Ranks that hold one copy of the experts: EP * ETP * PP."""
+        return (
+            self.expert_model_parallel_size
+            * self.expert_tensor_parallel_size
+            * self.pipeline_model_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different sequences: world / (TP * PP * CP)."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts: world / (EP * ETP * PP)."""
+        return self.world_size // self.expert_parallel_product
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        """`sequence_parallel` with null decided."""
+        return (
+            self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """How the trainer's processes run and how they cut a batch."""
+
+    use_distributed_optimizer: bool = True
+    """Shard optimiser states over data-parallel ranks. Saves 12 bytes per parameter times (1 - 1/ranks)."""
+    micro_batch_tokens: int = 4096
+    """Most tokens in one packed micro-batch of one rank. Activation memory grows with it; too small wastes kernels.
+    No trajectory may be longer, so `rollout.max_tokens` must not exceed it times the context-parallel size."""
+    recompute: bool = False
+    """Recompute activations in the backward pass: about a third more compute, a fraction of the activation memory."""
+    nodes: int = 1
+    """Machines over which the trainer's ranks are spread."""
+    nproc_per_node: int | None = None
+    """Trainer ranks on each machine. null: world_size / nodes."""
+    deadline_s: float = 600.0
+    """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
+    updates_per_batch: int = 1
+    """Optimiser steps made on each batch, on disjoint equal parts of it. With 1, weights at the start and weights
+    being optimised are the same, so a clip on their ratio cannot act."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay, and the learning-rate schedule, counted in optimiser steps."""
+
+    lr: float = 1e-6
+    """Peak learning rate. 1e-6 suits models of billions of parameters; a tiny model needs about 3e-4. It also decides
+    how many bits of the weights change per version, and so the size of the snapshot history."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment. Higher smooths the direction over more steps, which carries stale gradients
+    further."""
+    adam_beta2: float = 0.98
+    """Decay of the second moment. Lower reacts faster when the gradient's scale changes; RL uses less than
+    pretraining."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment. Larger damps parameters whose gradients are tiny."""
+    weight_decay: float = 0.0
+    """Decoupled decay of the weights towards zero. RL from a good checkpoint usually wants none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. 0 switches clipping off."""
+    lr_warmup_steps: int = 0
+    """Optimiser steps over which the rate rises linearly from 0 to `lr`."""
+    lr_decay: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the way from `lr` to `min_lr` after the warm-up."""
+    lr_decay_steps: int | None = None
+    """Optimiser steps at which the decay reaches `min_lr`. null: the steps of the run (steps * updates_per_batch)."""
+    min_lr: float = 0.0
+    """Rate at the end of the decay. Not read when `lr_decay` is constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """The data of one training step."""
+
+    groups: int = 16
+    """Prompts per step. More lowers the variance between tasks and lengthens the step."""
+    group_size: int = 8
+    """Trajectories per prompt. Group baselines need at least 2; the batch has groups * group_size trajectories."""
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories per training step."""
+        return self.groups * self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveConfig:
+    """The loss. `name` picks a method; fields left null or "auto" take the thresholds of the method's paper."""
+
+    name: str = "decoupled"
+    """The method (see docs/algorithms): which ratio, weight, mask and surrogate the loss is made of."""
+    anchor: str = "auto"
+    """Log-probs in the denominator of the surrogate's ratio. "auto": the method's own. A tight mask only means engine
+    noise if the anchor is exact; with any other, version drift enters the mask and rejects usable tokens."""
+    mask_low: float | None = None
+    """Lower end of the window of the discrepancy ratio old/rollout; tokens below are rejected. 0 switches it off."""
+    mask_high: float | None = None
+    """Upper end of the window of the discrepancy ratio; tokens above are rejected. `.inf` switches it off."""
+    clip_low: float | None = None
+    """Epsilon below 1 at which the surrogate's ratio is clipped. Smaller is a smaller step per update."""
+    clip_high: float | None = None
+    """Epsilon above 1. Larger than `clip_low` (clip-higher) lets unlikely tokens grow and keeps the entropy up."""
+    weight: str = "auto"
+    """Detached factor on each token's loss: none, discrepancy (old/rollout), truncated (its minimum with a cap), total
+    (current/rollout). "auto": the method's own. Weights correct a bias and add variance."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_sum"] = "token_mean"
+    """How token losses become one number, over the global batch. token_mean weighs every token alike;
+    sequence_mean_token_mean weighs every trajectory alike; sequence_sum is the unnormalised policy gradient divided by
+    the number of trajectories."""
+    rejected_in_denominator: bool = True
+    """Count masked tokens in the mean's denominator. False makes the step larger the more tokens are rejected."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL penalty towards the reference policy (version 0). 0 needs no reference forward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL per token: k1 = log ratio, k2 = its half square, k3 = ratio - 1 - log ratio (low
+    variance)."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus. Positive keeps exploring, at the price of an entropy pass over the vocabulary."""
+    dual_clip: float | None = None
+    """For negative advantages, the largest multiple of the advantage the surrogate may reach. null switches it
+    off."""
+    options: dict[str, float | str | bool] = field(default_factory=dict)
+    """Options of the method or of its anchor, by name; unknown ones are refused (see docs/algorithms)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageConfig:
+    """How rewards become advantages. Groups are found by their id, never by position."""
+
+    name: str = "grpo"
+    """Estimator: grpo (group mean, optionally std), dr_grpo (group mean only), rloo (leave one out), batch_mean,
+    running_mean (latest rewards of the same prompt), latest_mean (latest rewards of all prompts)."""
+    normalise_std: bool = True
+    """Divide by the group's standard deviation. Read by grpo and batch_mean. It lifts easy and hard prompts to the
+    scale of the others."""
+    singleton: Literal["error", "zero", "running_mean"] = "error"
+    """What happens to a group of one, whose own mean says nothing: refuse, give it no gradient, or compare it with the
+    running mean of its prompt."""
+    drop_zero_variance_groups: bool = True
+    """Leave groups whose rewards are all equal out of the batch and draw others. They carry no gradient; dropping them
+    keeps the step's size, and costs generation when most prompts are too easy or too hard."""
+    window: int | None = None
+    """Rewards that running_mean (null: 8, per prompt) or latest_mean (null: 128, over all) look back on."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldLogitsConfig:
+    """Where the old log-probs of a token come from."""
+
+    source: str = "auto"
+    """Which weights score the batch: "auto" is what `objective.anchor` names. Anchors that need no scoring of their own
+    (rollout, linear, loglinear) accept any source, whose log-probs are then only reported."""
+    reuse_training_forward: bool = True
+    """Take the log-probs of the starting weights from the first training forward instead of a pass of their own, where
+    the two are the same numbers. Saves one forward per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """How agents are run against the engines."""
+
+    max_staleness: int = 1
+    """Most versions a token may lag behind the trainer when it is trained on, time in the queue included. 0 is
+    synchronous; larger overlaps more and needs an objective that corrects for it."""
+    concurrency: int = 32
+    """Trajectories running at once. More keeps the engines busy and raises the version gap."""
+    max_turns: int = 16
+    """Turns of the policy after which a trajectory is truncated."""
+    max_new_tokens: int = 512
+    """Most tokens of one turn, over all its partial responses."""
+    max_tokens: int = 4096
+    """Most tokens of a whole trajectory, prompt and observations included. Longer ones end as truncated."""
+    temperature: float = 1.0
+    """Sampling temperature. The trainer applies it to its logits too, so both speak of the same policy."""
+    top_p: float = 1.0
+    """Nucleus of sampling. Below 1 the sampled distribution is not the trained one and ratios are biased; it
+    warns."""
+    top_k: int = -1
+    """Tokens kept before sampling; -1 keeps all. Biases ratios like top_p."""
+    turn_deadline_s: float = 300.0
+    """Longest wait for one turn of the policy or one step of the environment. Then the trajectory fails, and is not
+    counted as reward 0."""
+    trajectory_deadline_s: float = 1800.0
+    """Longest life of a trajectory. Then it fails and its place is given to another."""
+    max_retries: int = 3
+    """Attempts for a request to an engine that failed, before the trajectory counts as failed."""
+    poll_s: float = 0.1
+    """Seconds between two looks at the bank for a new version or free capacity. Smaller reacts faster, asks more."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentConfig:
+    """What the agent acts in."""
+
+    name: str = "desk"
+    """The environment, by its registered name."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of that environment, checked by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The SGLang servers that sample."""
+
+    count: int = 1
+    """Servers to start. Generation scales with it; each holds a copy of the model."""
+    host: str = "127.0.0.1"
+    """Address the servers listen on. Use an address other nodes can reach when rollout or trainer run elsewhere."""
+    base_port: int = 0
+    """Port of the first server; the others take the next ones. 0 picks free ports."""
+    tensor_parallel_size: int = 1
+    """Ranks of one server. Needed when the model does not fit one device."""
+    max_total_tokens: int = 65536
+    """Tokens the KV cache of one server holds. It bounds how many trajectories run at once without retraction."""
+    mem_fraction_static: float = 0.8
+    """Share of device memory for weights and KV cache. Lower it when trainer and engine share a device or the
+    host."""
+    start_deadline_s: float = 300.0
+    """Longest wait for a server to answer. Then the run ends with the tail of the server's log."""
+    routed_experts: bool = False
+    """Record which experts each token was routed to, so that the trainer can replay them. Costs bytes per token."""
+    extra_args: tuple[str, ...] = ()
+    """Arguments added to SGLang's command line as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishConfig:
+    """How new weights reach the engines."""
+
+    transport: Literal["distributed", "disk"] = "distributed"
+    """distributed broadcasts over a process group; disk writes a checkpoint that the servers read, which needs a file
+    system that both sides see and is slower."""
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    """What happens to running requests: retract recomputes their KV cache under the new weights, so old log-probs stay
+    exact; abort ends them as partial responses that are continued; in_place continues over the old cache, which is
+    fastest and leaves the tokens after the switch without exact log-probs (they are flagged)."""
+    bucket_bytes: int = 256 * MIB
+    """Weights sent in one message. Larger is fewer messages and more memory on both sides."""
+    verify: Literal["canary", "checksum", "off"] = "canary"
+    """Proof that an engine has the trainer's weights: log-probs of a canary prompt, a position-sensitive checksum of
+    every tensor, or none."""
+    verify_every: int = 1
+    """Verify each n-th publishing."""
+    every: int = 1
+    """Publish after each n-th training step. More lets engines run longer undisturbed and raises the version gap."""
+    deadline_s: float = 120.0
+    """Longest time for one publishing. Then the run ends and names the engine that did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BankConfig:
+    """Where trajectories, versions and steps are kept."""
+
+    url: str = ""
+    """SQLAlchemy address. Empty: an SQLite file in the run's folder. Several nodes need a PostgreSQL address."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Measuring the policy on held-out tasks."""
+
+    tasks: int = 100
+    """Held-out tasks. The standard error of a success rate near one half is 50 / sqrt(tasks) points."""
+    samples_per_task: int = 1
+    """Trajectories per task; pass^k needs at least k."""
+    every: int = 0
+    """Training steps between evaluations; 0 evaluates only before and after. Evaluations use the engines' time."""
+    temperature: float = 1.0
+    """Sampling temperature of evaluations; 0 is greedy. 1 measures the policy that is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartConfig:
+    """Supervised learning on demonstrations before RL (the command `sft`)."""
+
+    demonstrations: int = 4000
+    """Demonstrations taken from the environment. They are of mixed quality: RL needs something left to learn."""
+    steps: int = 500
+    """Optimiser steps."""
+    sequences_per_step: int = 32
+    """Demonstrations per optimiser step, over all ranks."""
+    lr: float = 2e-3
+    """Peak learning rate; it decays along a cosine. Right for models below a million parameters, far too high
+    above."""
+    observation_weight: float = 0.0
+    """Weight of the loss on tokens the policy did not write (prompts, tool results). A little teaches a tiny model the
+    language of the domain; 0 trains the actions alone."""
+    output: str = ""
+    """Directory of the warmed-up checkpoint. Empty: `warm_start` in the run's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveConfig:
+    """What a run shows and writes."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    progress: Literal["rich", "plain", "off"] = "rich"
+    """rich redraws a table, plain prints a line per step (also chosen when the output is no terminal), off is
+    silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run needs; its resolved form is written to the run's folder."""
+
+    name: str
+    """Name of the run and of its folder. A run started again under the same name goes on where it stopped."""
+    run_dir: str = "runs"
+    """Folder that holds the folders of runs."""
+    seed: int = 0
+    """Seed of tasks, sampling of prompts and initial random states. Asynchrony makes two runs differ all the same."""
+    steps: int = 100
+    """Training steps: batches taken from the bank."""
+    model: ModelConfig
+    """The policy."""
+    layout: LayoutConfig = LayoutConfig()
+    """Parallel layout of the trainer."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Processes and micro-batches of the trainer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimiser and schedule."""
+    batch: BatchConfig = BatchConfig()
+    """Size of a step."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """The loss."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    old_logits: OldLogitsConfig = OldLogitsConfig()
+    """Where old log-probs come from."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Agents and sampling."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Tasks and rewards."""
+    engines: EngineConfig = EngineConfig()
+    """Inference servers."""
+    publish: PublishConfig = PublishConfig()
+    """Weights from trainer to engines."""
+    bank: BankConfig = BankConfig()
+    """Storage of trajectories."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out success."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised start."""
+    observe: ObserveConfig = ObserveConfig()
+    """Metrics and progress."""
+
+    @property
+    def run_path(self) -> Path:
+        """Folder of this run: configuration, metrics, events, bank, checkpoints."""
+        return Path(self.run_dir) / self.name
+
+    @property
+    def bank_url(self) -> str:
+        """`bank.url`, or the SQLite file in the run's folder."""
+        return self.bank.url or f"sqlite:///{self.run_path / 'bank.sqlite'}"
