@@ -1,0 +1,123 @@
+"""Who may start, so that no token is too old when it is trained: pure arithmetic, no clock, no bank.
+
+Invariants
+- A trajectory admitted at version v can be in the batch that is trained at version v + bound at the latest, queue
+  time included, as long as the trainer takes complete groups oldest first. `StalenessAdmission.capacity` keeps this
+  by counting everything that is ahead in the queue, not by looking at a trajectory's age when it is dispatched.
+- Staleness is bounded by *throttling* what starts. Work that was started is not thrown away because it is long:
+  while a long trajectory runs, `oldest_running` keeps younger ones from overtaking it beyond the bound.
+- Everything is relative to the version that the run started or resumed at.
+
+Symbols: B = trajectories per trainer step (`groups * group_size`), n = `steps_per_version`, trainer steps per
+published version. One version therefore consumes n*B trajectories, and the i-th trajectory that is trained after
+the start (counted from 0) is trained at version `start_version + i // (n*B)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessAdmission:
+    """Capacity in trajectories under a bound on version staleness.
+
+    bound: largest allowed (version at training) - (version that sampled the token), >= 0; 0 is synchronous.
+    batch: B, trajectories per trainer step. start_version: version at the start or resume of the run.
+    steps_per_version: n, trainer steps per published version (lag-n publishing), >= 1.
+
+    >>> StalenessAdmission(bound=2, batch=4, start_version=100).capacity(version=100, accepted=0, running=0)
+    12
+    """
+
+    bound: int
+    batch: int
+    start_version: int = 0
+    steps_per_version: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("bound", 0), ("batch", 1), ("start_version", 0), ("steps_per_version", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+    def capacity(self, version: int, accepted: int, running: int, oldest_running: int | None = None) -> int:
+        """How many trajectories may start now (>= 0).
+
+        (bound + version - start_version + 1) * n*B - (accepted + running)
+
+        version: the published version. accepted: trajectories finished since the start and not thrown away (waiting,
+        reserved or trained). running: trajectories started and not finished, members that still wait for a slot
+        included. oldest_running: version at which the oldest running trajectory started; `version` is replaced by it,
+        so that everything admitted fits into the batches up to `oldest_running + bound`, the last of which then cannot
+        be filled without that trajectory. A trajectory already beyond its bound is past help and holds nobody back.
+        Raises ValueError when version < start_version (numbering goes on after a resume; it never goes back).
+        """
+        if version < self.start_version:
+            raise ValueError(
+                f"version {version} is below start_version {self.start_version}: version numbers only grow; "
+                "create a new StalenessAdmission after a resume"
+            )
+        reference = version
+        if oldest_running is not None and oldest_running >= version - self.bound:
+            reference = min(version, oldest_running)
+        allowed = (self.bound + reference - self.start_version + 1) * self.steps_per_version * self.batch
+        return max(0, allowed - (accepted + running))
+
+    def groups(
+        self, version: int, accepted: int, running: int, group_size: int, oldest_running: int | None = None
+    ) -> int:
+        """How many whole groups may start now: `capacity` rounded down to groups of `group_size`."""
+        return self.capacity(version, accepted, running, oldest_running) // group_size
+
+    def consumed(self, version: int, steps_since_version: int = 0) -> int:
+        """Trajectories that the trainer has consumed since the start, when `version` is published.
+
+        steps_since_version: steps committed since `version` was published (0 to n-1; always 0 when n = 1). Derived
+        from the version, so that a restarted rollout agrees with one that has watched from the beginning.
+        """
+        steps = (version - self.start_version) * self.steps_per_version + steps_since_version
+        return steps * self.batch
+
+
+@dataclass(slots=True)
+class LengthBias:
+    """Are long trajectories lost more often than short ones? Lengths are action tokens.
+
+    Kept: finished and handed to the bank. Dropped: failed, abandoned with their group, or stale. A ratio of mean
+    lengths dropped/kept far above 1 says that the limits (deadlines, staleness) select for short answers.
+    """
+
+    kept: int = 0
+    dropped: int = 0
+    kept_tokens: int = 0
+    dropped_tokens: int = 0
+
+    def keep(self, length: int) -> None:
+        self.kept += 1
+        self.kept_tokens += length
+
+    def drop(self, length: int) -> None:
+        self.dropped += 1
+        self.dropped_tokens += length
+
+    @property
+    def kept_mean(self) -> float:
+        return self.kept_tokens / self.kept if self.kept else 0.0
+
+    @property
+    def dropped_mean(self) -> float:
+        return self.dropped_tokens / self.dropped if self.dropped else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Mean length dropped / kept; 1.0 while nothing was dropped or nothing kept (no evidence of a bias)."""
+        return self.dropped_mean / self.kept_mean if self.dropped and self.kept_tokens else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "kept": self.kept,
+            "dropped": self.dropped,
+            "kept_mean_tokens": self.kept_mean,
+            "dropped_mean_tokens": self.dropped_mean,
+            "dropped_over_kept": self.ratio,
+        }

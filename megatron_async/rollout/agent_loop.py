@@ -1,0 +1,416 @@
+"""One episode: a policy, an environment, and the trajectory that records them token by token.
+
+Invariants
+- Token ids are appended, never re-encoded: each request's ids begin with the ids of the request before it, and that
+  is checked every turn.
+- What a request returns is appended once, ids, log-probs and version spans together. The spans of the engine's final
+  answer are authoritative; streamed ones are used only when the stream breaks before there is a final answer.
+- A partial response is continued with the rest of its budget. Over a weight update the engine either goes on by
+  itself (the spans show two versions) or ends the request with finish_reason "abort", and prompt + partial ids are
+  sent again.
+- A failure is a status, never a reward: of the environment (`environment_error`), of the engines (`engine_error`),
+  of time (`aborted`). A limit on turns or tokens is `truncated`: that is the policy's doing and is rewarded as usual.
+- Every wait has a deadline whose message names what was waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from megatron_async.config.schema import RunConfig
+from megatron_async.rollout.environments.base import (
+    AssistantTurn,
+    Environment,
+    EnvironmentFailure,
+    Message,
+)
+from megatron_async.rollout.sampling import turn_options
+from megatron_async.trajectory import Status, Trajectory, TrajectoryError, VersionSpan
+from sglang_bridge import EngineError, EngineTimeout, EngineUnreachable, Generation, SamplingOptions, Span
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_RETRY_PAUSE_S = 0.25
+"""Pause before a request is repeated, times the number of failures so far: lets a pool notice a dead engine."""
+
+
+class Sampler(Protocol):
+    """What the agent loop needs of `sglang_bridge.EngineClient` or `EnginePool`."""
+
+    async def generate(
+        self,
+        input_ids: list[int],
+        sampling: SamplingOptions,
+        *,
+        rid: str | None = None,
+        on_chunk: Callable[[Any], None] | None = None,
+        return_routed_experts: bool = False,
+    ) -> Generation: ...
+
+
+class Chat(Protocol):
+    """What the agent loop needs of `rollout.chat.ChatFormat`."""
+
+    stop_token_ids: tuple[int, ...]
+    turn_end_id: int
+
+    def initial_ids(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]: ...
+
+    def observation_ids(self, messages: list[Message], *, closed: bool = True) -> list[int]: ...
+
+    def parse(self, ids: list[int]) -> AssistantTurn: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """When an episode is cut, and how patient it is.
+
+    max_turns: policy turns. max_tokens: length of the whole trajectory, prompt and observations included (the budget
+    of one turn is the trajectory's own `sampling.max_new_tokens`). turn_deadline_s: longest wait for one turn of the
+    policy or one call of the environment. trajectory_deadline_s: longest life of the episode. max_retries: how often
+    one turn's request may be repeated after an engine failed. stale_kv: the engines keep KV across weight updates
+    (pause mode in_place), so tokens of a newer version are flagged with the KV's version. routed_experts: ask the
+    engines for the experts of every token.
+    """
+
+    max_turns: int
+    max_tokens: int
+    turn_deadline_s: float
+    trajectory_deadline_s: float
+    max_retries: int = 3
+    stale_kv: bool = False
+    routed_experts: bool = False
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> EpisodeLimits:
+        rollout = config.rollout
+        return cls(
+            max_turns=rollout.max_turns,
+            max_tokens=rollout.max_tokens,
+            turn_deadline_s=rollout.turn_deadline_s,
+            trajectory_deadline_s=rollout.trajectory_deadline_s,
+            max_retries=rollout.max_retries,
+            stale_kv=config.publish.pause_mode == "in_place",
+            routed_experts=config.engines.routed_experts,
+        )
+
+
+class EpisodeFailure(Exception):
+    """Ends an episode without a reward. kind: short name that is counted; the message says what happened."""
+
+    def __init__(self, status: Status, kind: str, message: str) -> None:
+        self.status = status
+        self.kind = kind
+        super().__init__(message)
+
+
+@dataclass(slots=True)
+class EpisodeProgress:
+    """What an episode is doing, for whoever watches it, and what it has cost so far.
+
+    waiting_for: what is being awaited right now. resubmissions: requests sent again after an abort.
+    engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
+    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time.
+    """
+
+    waiting_for: str = "start"
+    resubmissions: int = 0
+    engine_failures: int = 0
+    retractions: int = 0
+    tokens: int = 0
+    engine_s: float = 0.0
+    environment_s: float = 0.0
+
+    def as_info(self) -> dict[str, Any]:
+        return {
+            "resubmissions": self.resubmissions,
+            "engine_failures": self.engine_failures,
+            "retractions": self.retractions,
+            "engine_s": round(self.engine_s, 4),
+            "environment_s": round(self.environment_s, 4),
+        }
+
+
+async def run_episode(
+    client: Sampler,
+    chat: Chat,
+    environment: Environment,
+    trajectory: Trajectory,
+    limits: EpisodeLimits,
+    progress: EpisodeProgress | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Trajectory:
+    """Play `environment` to its end with the policy behind `client`; returns `trajectory`, finished.
+
+    trajectory: empty, with its ids and sampling parameters. progress: filled while the episode runs. on_tokens:
+    called with the number of new tokens whenever some arrive. `trajectory.info` gets: `ending` (done, max_turns,
+    max_tokens, max_new_tokens, environment_truncated, or the kind of failure), `reward` (the environment's own
+    info), `failure` (message, when it failed), and what `EpisodeProgress` counts.
+
+    Failures of the environment or the engines end the trajectory with a status; they are not raised. Errors of this
+    program (a template that cannot encode, a bug) and cancellation are raised, after the environment was closed.
+    """
+    progress = progress or EpisodeProgress()
+    episode = _Episode(client, chat, environment, trajectory, limits, progress, on_tokens or (lambda count: None))
+    try:
+        ending = await _within_life(episode, limits.trajectory_deadline_s)
+    except EpisodeFailure as failure:
+        ending = _Ending(failure.status, failure.kind, None, {"failure": str(failure)})
+        logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
+    finally:
+        await _close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
+    info = {"ending": ending.kind, **ending.info, **progress.as_info()}
+    trajectory.finish(ending.status, ending.reward, info)
+    return trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    status: Status
+    kind: str
+    reward: float | None
+    info: dict[str, Any]
+
+
+async def _within_life(episode: _Episode, deadline_s: float) -> _Ending:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await episode.play()
+    except TimeoutError:
+        raise EpisodeFailure(
+            Status.ABORTED,
+            "trajectory_deadline",
+            f"not finished after {deadline_s:g} s (rollout.trajectory_deadline_s) while waiting for "
+            f"{episode.progress.waiting_for}",
+        ) from None
+
+
+async def _close(environment: Environment, trajectory_id: str, deadline_s: float) -> None:
+    """Close the environment; the episode's outcome stands, so a failure here is only reported."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await environment.close()
+    except Exception:
+        logger.exception("trajectory %s: the environment failed to close", trajectory_id)
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """What has arrived of a response that is not complete yet."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+class _Episode:
+    def __init__(
+        self,
+        client: Sampler,
+        chat: Chat,
+        environment: Environment,
+        trajectory: Trajectory,
+        limits: EpisodeLimits,
+        progress: EpisodeProgress,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        self.client = client
+        self.chat = chat
+        self.environment = environment
+        self.trajectory = trajectory
+        self.limits = limits
+        self.progress = progress
+        self.on_tokens = on_tokens
+        self.sent = np.zeros(0, np.int32)
+
+    # ------------------------------------------------------------------ the conversation
+
+    async def play(self) -> _Ending:
+        start = await self._ask_environment("reset", self.environment.reset())
+        self._append_prompt(self.chat.initial_ids(start.messages, start.tools))
+        while True:
+            first = len(self.trajectory)
+            reason = await self._sample_turn()
+            if reason == "length":
+                full = len(self.trajectory) >= self.limits.max_tokens
+                return await self._reward(Status.TRUNCATED, "max_tokens" if full else "max_new_tokens")
+            turn = self.chat.parse(self.trajectory.token_ids[first:].tolist())
+            step = await self._ask_environment("step", self.environment.step(turn))
+            if step.done:
+                if step.truncated:
+                    return await self._reward(Status.TRUNCATED, "environment_truncated")
+                return await self._reward(Status.OK, "done")
+            if len(self.trajectory.turns) >= self.limits.max_turns:
+                return await self._reward(Status.TRUNCATED, "max_turns")
+            observation = self._observation_ids(step.messages)
+            if len(self.trajectory) + len(observation) >= self.limits.max_tokens:
+                return await self._reward(Status.TRUNCATED, "max_tokens")
+            self.trajectory.append_context(observation)
+
+    def _append_prompt(self, ids: list[int]) -> None:
+        if len(ids) >= self.limits.max_tokens:
+            raise EpisodeFailure(
+                Status.ENVIRONMENT_ERROR,
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, rollout.max_tokens={self.limits.max_tokens} leaves no room for an "
+                "answer; raise it or shorten the task",
+            )
+        self.trajectory.append_context(ids)
+
+    def _observation_ids(self, messages: list[Message]) -> list[int]:
+        if not messages:
+            raise EpisodeFailure(
+                Status.ENVIRONMENT_ERROR,
+                "no_observation",
+                "step returned neither messages nor done: the policy has nothing to answer",
+            )
+        closed = int(self.trajectory.token_ids[-1]) == self.chat.turn_end_id
+        return self.chat.observation_ids(messages, closed=closed)
+
+    async def _reward(self, status: Status, kind: str) -> _Ending:
+        reward, info = await self._ask_environment("reward", self.environment.reward())
+        return _Ending(status, kind, float(reward), {"reward": info})
+
+    async def _ask_environment(self, what: str, call: Awaitable[T]) -> T:
+        """Await one call of the environment; whatever goes wrong in there is an `environment_error`."""
+        self.progress.waiting_for = f"environment.{what}"
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limits.turn_deadline_s) as deadline:
+                return await call
+        except EnvironmentFailure as error:
+            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", f"{what}: {error}") from error
+        except Exception as error:  # environments are users' code: their bugs are failures of the environment
+            if deadline.expired():
+                message = f"{what} gave no answer in {self.limits.turn_deadline_s:g} s (rollout.turn_deadline_s)"
+                raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_timeout", message) from error
+            logger.exception("the environment raised in %s", what)
+            message = f"{what} raised {type(error).__name__}: {error}"
+            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_exception", message) from error
+        finally:
+            self.progress.environment_s += time.monotonic() - started
+
+    # ------------------------------------------------------------------ one turn of the policy
+
+    async def _sample_turn(self) -> str:
+        """Sample one turn and return its finish reason ("stop" or "length")."""
+        self.progress.waiting_for = "engine"
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limits.turn_deadline_s) as deadline:
+                return await self._request_until_complete()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise EpisodeFailure(
+                Status.ENGINE_ERROR,
+                "turn_deadline",
+                f"turn {len(self.trajectory.turns) + 1} not complete after {self.limits.turn_deadline_s:g} s "
+                "(rollout.turn_deadline_s)",
+            ) from error
+        finally:
+            self.progress.engine_s += time.monotonic() - started
+
+    async def _request_until_complete(self) -> str:
+        failures = 0
+        while True:
+            budget = self.trajectory.remaining_new_tokens(self.limits.max_tokens)
+            if budget == 0:
+                self.trajectory.append_action([], [], (), finish_reason="length")
+                return "length"
+            before = len(self.trajectory)
+            try:
+                reason = await self._request(budget)
+            except EngineError as error:
+                failures += 1
+                self._give_up_if(failures, error)
+                await asyncio.sleep(failures * _RETRY_PAUSE_S)
+                continue
+            if reason is not None:
+                return reason
+            self.progress.resubmissions += 1
+            if len(self.trajectory) == before:  # aborted before its first token: do not spin on a closing engine
+                await asyncio.sleep(_RETRY_PAUSE_S)
+
+    def _give_up_if(self, failures: int, error: EngineError) -> None:
+        """Raises when repeating is pointless: the budget is used up, or the engine refuses the request itself."""
+        refused = error.status is not None and 400 <= error.status < 500
+        if refused or failures > self.limits.max_retries:
+            kind = "engine_timeout" if isinstance(error, EngineTimeout) else "engine_failure"
+            raise EpisodeFailure(
+                Status.ENGINE_ERROR, "engine_refused" if refused else kind, f"{failures} failed requests: {error}"
+            ) from error
+        self.progress.engine_failures += 1
+        logger.warning("trajectory %s: request repeated: %s", self.trajectory.trajectory_id, error)
+
+    async def _request(self, budget: int) -> str | None:
+        """Send everything so far and append what comes back; None when the response was aborted part way."""
+        streamed = _Streamed()
+        try:
+            generation = await self.client.generate(
+                self._checked_ids(),
+                turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
+                on_chunk=lambda chunk: self._on_chunk(streamed, chunk),
+                return_routed_experts=self.limits.routed_experts,
+            )
+        except (EngineUnreachable, EngineTimeout):
+            # The engine is gone, what it had streamed is good: another engine goes on from there.
+            self._append(streamed.ids, streamed.logprobs, streamed.spans, None, None)
+            raise
+        self.progress.retractions += generation.num_retractions
+        self._count(len(generation.output_ids) - len(streamed.ids))
+        reason = None if generation.finish_reason == "abort" else generation.finish_reason
+        if reason == "stop" and not generation.output_ids and self.trajectory.open_turn is None:
+            raise EngineError("finished with reason 'stop' without a single token")
+        self._append(
+            generation.output_ids, generation.logprobs, generation.spans, reason, generation.routed_experts
+        )
+        return reason
+
+    def _checked_ids(self) -> list[int]:
+        ids = self.trajectory.token_ids
+        if not np.array_equal(ids[: len(self.sent)], self.sent):
+            raise TrajectoryError(
+                f"trajectory {self.trajectory.trajectory_id!r}: its first {len(self.sent)} ids are not those that were "
+                "sent in the request before; ids may only be appended"
+            )
+        self.sent = ids.copy()
+        return self.sent.tolist()
+
+    def _on_chunk(self, streamed: _Streamed, chunk: Any) -> None:
+        streamed.ids.extend(chunk.output_ids)
+        streamed.logprobs.extend(chunk.logprobs)
+        streamed.spans.extend(chunk.spans)
+        self._count(len(chunk.output_ids))
+
+    def _count(self, tokens: int) -> None:
+        if tokens > 0:
+            self.progress.tokens += tokens
+            self.on_tokens(tokens)
+
+    def _append(
+        self, ids: list[int], logprobs: list[float], spans: list[Span], reason: str | None, routed: Any
+    ) -> None:
+        """Append to the trajectory; an answer that breaks its invariants is the engine's failure and changes nothing."""
+        if not ids and reason is None:
+            return
+        try:
+            self.trajectory.append_action(ids, logprobs, self._version_spans(spans), reason, routed)
+        except TrajectoryError as error:
+            raise EngineError(f"the answer does not fit its trajectory: {error}") from error
+
+    def _version_spans(self, spans: list[Span]) -> list[VersionSpan]:
+        """The engine's spans; where KV survives updates, flagged with the oldest version whose KV may still be there."""
+        oldest = self.trajectory.min_version
+        if oldest is None and spans:
+            oldest = spans[0].version
+        kv = oldest if self.limits.stale_kv else None
+        return [VersionSpan(span.version, span.start, span.end, kv) for span in spans]

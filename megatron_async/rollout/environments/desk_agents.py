@@ -1,0 +1,110 @@
+"""Scripted agents at the desk: one that works by the policy, and one that skips checks.
+
+They see what a model would see (the opening words, answers, tool results), never the task. The careful one shows that
+every task can be solved; the sloppy one writes demonstrations of mixed quality, which leave reinforcement learning
+something to find.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.rollout.environments.base import Message, ToolCall
+from megatron_async.rollout.environments.desk_policy import OUTCOMES, DeskPolicy, Intent, Verdict, judge
+from megatron_async.rollout.environments.desk_world import OPENINGS
+
+_ORDER_ID = re.compile(r"\b[A-Z]\d\b")
+Script = Generator[Message, str, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Which checks an agent skips in one episode: the user's name, the order's record."""
+
+    skip_user: bool = False
+    skip_order: bool = False
+
+
+CAREFUL = Habits()
+
+
+def draw_habits(rng: random.Random, p_skip_user: float, p_skip_order: float) -> Habits:
+    """Habits of a sloppy agent for one episode; each check is skipped independently with its probability."""
+    return Habits(rng.random() < p_skip_user, rng.random() < p_skip_order)
+
+
+def script(opening: str, policy: DeskPolicy, habits: Habits = CAREFUL) -> Script:
+    """The agent as a generator: yields assistant messages, is sent the text of each observation.
+
+    A skipped record is filled by hope: the order is the user's own, pending, and its amount goes unsaid.
+    """
+    intent = _intent(opening)
+    found = _ORDER_ID.search(opening)
+    order_id = found.group() if found else _last_word((yield _say("which order?")))
+    own_orders = None
+    if not habits.skip_user:
+        name = _last_word((yield _say("your name?")))
+        own_orders = json.loads((yield _call("find_user", name=name)))["orders"]
+    order: dict[str, Any] = {"status": "pending", "amount": ""}
+    if not habits.skip_order or intent == "status":
+        order = json.loads((yield _call("get_order", order_id=order_id)))
+    owned = own_orders is None or order_id in own_orders
+    verdict = judge(policy, intent, order["status"], owned=owned)
+    if verdict.action != "none" and policy.confirm_changes:
+        sure = (yield _say("are you sure?")) == "yes"
+        verdict = judge(policy, intent, order["status"], owned=owned, sure=sure)
+    if verdict.action == "resize_order":
+        size = _last_word((yield _say("which size?")))
+        yield _call("resize_order", order_id=order_id, size=size)
+    elif verdict.action != "none":
+        yield _call(verdict.action, order_id=order_id)
+    yield _say(_closing(intent, verdict, order["amount"]))
+
+
+def _intent(opening: str) -> Intent:
+    if "cancel" in opening:
+        return "cancel"
+    return "resize" if "size" in opening else "status"
+
+
+def _closing(intent: Intent, verdict: Verdict, amount: int | str) -> str:
+    outcome = "not yours" if verdict.outcome == "yours" else verdict.outcome
+    if verdict.action != "none":
+        text = f"done, {outcome} {amount}"
+    elif intent == "status" and verdict.outcome != "yours":
+        text = f"status is {outcome} {amount}"
+    else:
+        text = f"cannot, {outcome} {amount}"
+    return text.strip()
+
+
+def _last_word(answer: str) -> str:
+    return answer.split()[-1]
+
+
+def _say(text: str) -> Message:
+    return Message("assistant", text)
+
+
+def _call(tool: str, /, **arguments: str) -> Message:
+    return Message("assistant", "", (ToolCall(tool, dict(arguments)),))
+
+
+def speech() -> list[str]:
+    """Every kind of line that user and agent say at the desk, with an example of each entity: text for a tokenizer."""
+    openings = [line for lines in OPENINGS.values() for line in lines]
+    answers = ["i am ann", "order A0", "size M", "size S", "size L", "yes", "no", "sorry?"]
+    questions = ["which order?", "your name?", "which size?", "are you sure?"]
+    closings = [
+        _closing(intent, Verdict(action, outcome), amount)
+        for action, outcomes in (("none", OUTCOMES), ("return_order", ("changed", "returned", "refund")))
+        for outcome in outcomes
+        for intent in OPENINGS
+        for amount in ("", 10)
+    ]
+    return [*openings, *(f"{line} A0" for line in openings), *answers, *questions, *closings]
