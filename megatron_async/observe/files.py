@@ -1,0 +1,66 @@
+"""Where the files of a run lie: the one place that knows their names.
+
+runs/<name>/
+  config.yaml          resolved configuration
+  metrics.jsonl        one row per training step
+  evaluations.jsonl    one row per evaluation on held-out tasks
+  timeline.jsonl       what each part did from when to when
+  status/<part>.json   what each part does now
+  tensorboard/         the metrics as TensorBoard events
+  logs/                output of every process
+  bank.sqlite          trajectories, versions, steps
+  checkpoint/          final policy in Hugging Face format
+  report.txt, timeline.png
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Paths under one run's folder. Nothing is created by asking."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.jsonl"
+
+    @property
+    def timeline_image(self) -> Path:
+        return self.root / "timeline.png"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "checkpoint"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.txt"
