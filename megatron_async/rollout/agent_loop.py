@@ -3,8 +3,8 @@
 Invariants
 - Token ids are appended, never re-encoded: each request's ids begin with the ids of the request before it, and that
   is checked every turn.
-- What a request returns is appended once, ids, log-probs and version spans together. The spans of the engine's final
-  answer are authoritative; streamed ones are used only when the stream breaks before there is a final answer.
+- What a request returns is appended once, ids, log-probs and version spans together, when its final answer is there:
+  only that says which version sampled which token. Streamed chunks are counted, for display.
 - A partial response is continued with the rest of its budget. Over a weight update the engine either goes on by
   itself (the spans show two versions) or ends the request with finish_reason "abort", and prompt + partial ids are
   sent again.
@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -33,13 +33,16 @@ from megatron_async.rollout.environments.base import (
 )
 from megatron_async.rollout.sampling import turn_options
 from megatron_async.trajectory import Status, Trajectory, TrajectoryError, VersionSpan
-from sglang_bridge import EngineError, EngineTimeout, EngineUnreachable, Generation, SamplingOptions, Span
+from sglang_bridge import Chunk, EngineError, EngineTimeout, Generation, SamplingOptions, Span
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETRY_PAUSE_S = 0.25
 """Pause before a request is repeated, times the number of failures so far: lets a pool notice a dead engine."""
+
+_TRY_AGAIN = (408, 425, 429)
+"""HTTP statuses below 500 that say "not now" rather than "not like this"."""
 
 
 class Sampler(Protocol):
@@ -51,7 +54,7 @@ class Sampler(Protocol):
         sampling: SamplingOptions,
         *,
         rid: str | None = None,
-        on_chunk: Callable[[Any], None] | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
         return_routed_experts: bool = False,
     ) -> Generation: ...
 
@@ -202,15 +205,6 @@ async def _close(environment: Environment, trajectory_id: str, deadline_s: float
         logger.exception("trajectory %s: the environment failed to close", trajectory_id)
 
 
-@dataclass(slots=True)
-class _Streamed:
-    """What has arrived of a response that is not complete yet."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-
 class _Episode:
     def __init__(
         self,
@@ -342,7 +336,7 @@ class _Episode:
 
     def _give_up_if(self, failures: int, error: EngineError) -> None:
         """Raises when repeating is pointless: the budget is used up, or the engine refuses the request itself."""
-        refused = error.status is not None and 400 <= error.status < 500
+        refused = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
         if refused or failures > self.limits.max_retries:
             kind = "engine_timeout" if isinstance(error, EngineTimeout) else "engine_failure"
             raise EpisodeFailure(
@@ -352,27 +346,28 @@ class _Episode:
         logger.warning("trajectory %s: request repeated: %s", self.trajectory.trajectory_id, error)
 
     async def _request(self, budget: int) -> str | None:
-        """Send everything so far and append what comes back; None when the response was aborted part way."""
-        streamed = _Streamed()
-        try:
-            generation = await self.client.generate(
-                self._checked_ids(),
-                turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
-                on_chunk=lambda chunk: self._on_chunk(streamed, chunk),
-                return_routed_experts=self.limits.routed_experts,
-            )
-        except (EngineUnreachable, EngineTimeout):
-            # The engine is gone, what it had streamed is good: another engine goes on from there.
-            self._append(streamed.ids, streamed.logprobs, streamed.spans, None, None)
-            raise
-        self.progress.retractions += generation.num_retractions
-        self._count(len(generation.output_ids) - len(streamed.ids))
-        reason = None if generation.finish_reason == "abort" else generation.finish_reason
-        if reason == "stop" and not generation.output_ids and self.trajectory.open_turn is None:
-            raise EngineError("finished with reason 'stop' without a single token")
-        self._append(
-            generation.output_ids, generation.logprobs, generation.spans, reason, generation.routed_experts
+        """Send everything so far and append what comes back; None when the response was aborted part way.
+
+        Tokens streamed by a request that then fails are dropped: only the finished answer says under which version
+        each of them was sampled.
+        """
+        arrived = 0
+
+        def on_chunk(chunk: Chunk) -> None:
+            nonlocal arrived
+            arrived += len(chunk.output_ids)
+            self._count(len(chunk.output_ids))
+
+        generation = await self.client.generate(
+            self._checked_ids(),
+            turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
+            on_chunk=on_chunk,
+            return_routed_experts=self.limits.routed_experts,
         )
+        self._count(len(generation.output_ids) - arrived)
+        self.progress.retractions += generation.num_retractions
+        reason = None if generation.finish_reason == "abort" else generation.finish_reason
+        self._append(generation, reason)
         return reason
 
     def _checked_ids(self) -> list[int]:
@@ -385,25 +380,21 @@ class _Episode:
         self.sent = ids.copy()
         return self.sent.tolist()
 
-    def _on_chunk(self, streamed: _Streamed, chunk: Any) -> None:
-        streamed.ids.extend(chunk.output_ids)
-        streamed.logprobs.extend(chunk.logprobs)
-        streamed.spans.extend(chunk.spans)
-        self._count(len(chunk.output_ids))
-
     def _count(self, tokens: int) -> None:
         if tokens > 0:
             self.progress.tokens += tokens
             self.on_tokens(tokens)
 
-    def _append(
-        self, ids: list[int], logprobs: list[float], spans: list[Span], reason: str | None, routed: Any
-    ) -> None:
-        """Append to the trajectory; an answer that breaks its invariants is the engine's failure and changes nothing."""
-        if not ids and reason is None:
-            return
+    def _append(self, generation: Generation, reason: str | None) -> None:
+        """One append for everything; an answer that breaks the trajectory's invariants is the engine's failure."""
         try:
-            self.trajectory.append_action(ids, logprobs, self._version_spans(spans), reason, routed)
+            self.trajectory.append_action(
+                generation.output_ids,
+                generation.logprobs,
+                self._version_spans(generation.spans),
+                reason,
+                generation.routed_experts,
+            )
         except TrajectoryError as error:
             raise EngineError(f"the answer does not fit its trajectory: {error}") from error
 
@@ -412,5 +403,8 @@ class _Episode:
         oldest = self.trajectory.min_version
         if oldest is None and spans:
             oldest = spans[0].version
-        kv = oldest if self.limits.stale_kv else None
-        return [VersionSpan(span.version, span.start, span.end, kv) for span in spans]
+        kept = oldest if self.limits.stale_kv else None
+        return [
+            VersionSpan(span.version, span.start, span.end, kept if span.kv_version is None else span.kv_version)
+            for span in spans
+        ]
