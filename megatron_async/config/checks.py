@@ -206,16 +206,16 @@ def _check_rollout(config: RunConfig) -> list[str]:
 
 
 _POSITIVE = (
-    "steps", "optimizer.lr", "warm_start.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
+    "steps", "optimizer.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
     "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
-    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task", "warm_start.steps",
-    "warm_start.demonstrations", "warm_start.sequences_per_step", "optimizer.adam_eps",
+    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task", 
+    "warm_start.demonstrations", "optimizer.adam_eps",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
     "rollout.max_retries", "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
-    "objective.entropy_coefficient", "warm_start.observation_weight",
+    "objective.entropy_coefficient", "warm_start.context_weight",
 )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def _check_source(config: RunConfig) -> list[str]:
     source, anchor = config.old_logits.source, methods.ANCHORS[config.objective.anchor]
     if source not in methods.SOURCES:
         return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
-    if anchor.source and source != anchor.source:
+    if source != anchor.source:
         return [
             f"old_logits.source: {source} does not give what objective.anchor: {config.objective.anchor} needs; "
             f"set it to {anchor.source} or leave it out"
@@ -389,8 +389,8 @@ def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
     if not anchor.exact and objective.anchor != "rollout" and tightest <= TIGHT_MASK:
         warnings.append(
             f"objective: mask [{objective.mask_low}, {objective.mask_high}] is within {TIGHT_MASK:.0%} of 1, but "
-            f"anchor {objective.anchor} is not exact: version drift enters the ratio and usable tokens are rejected, more "
-            "with every version of lag; use an exact anchor (snapshot) or a wider mask"
+            f"anchor {objective.anchor} is not exact: version drift enters the ratio and usable tokens are rejected, "
+            "more with every version of lag; use an exact anchor (snapshot) or a wider mask"
         )
     clips = math.isfinite(min(objective.clip_low or 0.0, objective.clip_high or 0.0))
     if objective.anchor == "start" and config.trainer.updates_per_batch == 1 and clips:

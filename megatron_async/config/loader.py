@@ -91,9 +91,7 @@ def _resolve_optimizer(optimizer: OptimizerConfig, updates: int) -> OptimizerCon
 def _resolve_old_logits(old_logits: OldLogitsConfig, anchor: str) -> OldLogitsConfig:
     if old_logits.source != "auto":
         return old_logits
-    # An anchor without a scoring pass of its own still has its discrepancy reported against the starting weights,
-    # which the training forward gives for nothing.
-    return replace(old_logits, source=methods.ANCHORS[anchor].source or "start")
+    return replace(old_logits, source=methods.ANCHORS[anchor].source)
 
 
 def resolve(config: RunConfig) -> RunConfig:

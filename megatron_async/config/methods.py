@@ -38,13 +38,13 @@ class Anchor:
     exact: bool
     """The log-probs of the training engine under exactly the token's own version."""
     source: str
-    """What `old_logits.source` must be, or "" where no scoring is needed."""
+    """What `old_logits.source` must be; "rollout" where no scoring pass is needed."""
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
 ANCHORS: dict[str, Anchor] = {
     "start": Anchor("training engine, weights at the start of this step", False, "start"),
-    "rollout": Anchor("inference engine, as sampled", False, ""),
+    "rollout": Anchor("inference engine, as sampled", False, "rollout"),
     "snapshot": Anchor(
         "training engine, the token's version restored from the snapshot history", True, "snapshot"
     ),
@@ -68,17 +68,14 @@ ANCHORS: dict[str, Anchor] = {
         },
     ),
     "linear": Anchor(
-        "arithmetic mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, ""
+        "arithmetic mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, "rollout"
     ),
     "loglinear": Anchor(
-        "geometric mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, ""
+        "geometric mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, "rollout"
     ),
 }
 
-SOURCES: tuple[str, ...] = (
-    "rollout",
-    *dict.fromkeys(anchor.source for anchor in ANCHORS.values() if anchor.source),
-)
+SOURCES: tuple[str, ...] = tuple(dict.fromkeys(anchor.source for anchor in ANCHORS.values()))
 
 WEIGHTS: dict[str, str] = {
     "none": "1",
@@ -131,8 +128,8 @@ METHODS: dict[str, Method] = {
     "decoupled": Method(
         "min-clip on current/old, masked where old and rollout disagree",
         "arXiv 2605.12070",
-        _OLD,
-        ("none", "discrepancy"),
+        (*_OLD, "rollout"),
+        ("discrepancy", "none"),
         True,
         {"mask_low": 0.990, "mask_high": 1.010, "clip_low": 0.003, "clip_high": 0.004},
     ),
@@ -235,7 +232,10 @@ METHODS: dict[str, Method] = {
         {
             "second_moment": Option(
                 0.04, "largest mean of min(|log ratio|, tau)^2 over harmful tokens", low=0.0
-            )
+            ),
+            "moment_scope": Option(
+                "batch", "tokens the moment is taken over (chosen)", choices=("batch", "microbatch")
+            ),
         },
     ),
     "topr": Method(

@@ -216,8 +216,8 @@ class OldLogitsConfig:
     """Where the old log-probs of a token come from."""
 
     source: str = "auto"
-    """Which weights score the batch: "auto" is what `objective.anchor` names. Anchors that need no scoring of their own
-    (rollout, linear, loglinear) accept any source, whose log-probs are then only reported."""
+    """Which weights score the batch. It follows from `objective.anchor`, so leave it at "auto"; any other value must
+    be the one that the anchor needs."""
     reuse_training_forward: bool = True
     """Take the log-probs of the starting weights from the first training forward instead of a pass of their own, where
     the two are the same numbers. Saves one forward per step."""
@@ -339,22 +339,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True)
 class WarmStartConfig:
-    """Supervised learning on demonstrations before RL (the command `sft`)."""
+    """Supervised learning on demonstrations before RL (the command `sft`); steps, batch and optimiser are the run's."""
 
     demonstrations: int = 4000
     """Demonstrations taken from the environment. They are of mixed quality: RL needs something left to learn."""
-    steps: int = 500
-    """Optimiser steps."""
-    sequences_per_step: int = 32
-    """Demonstrations per optimiser step, over all ranks."""
-    lr: float = 2e-3
-    """Peak learning rate; it decays along a cosine. Right for models below a million parameters, far too high
-    above."""
-    observation_weight: float = 0.0
+    context_weight: float = 0.0
     """Weight of the loss on tokens the policy did not write (prompts, tool results). A little teaches a tiny model the
     language of the domain; 0 trains the actions alone."""
-    output: str = ""
-    """Directory of the warmed-up checkpoint. Empty: `warm_start` in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,34 @@
+"""What all tests share: one thread per process, no network, and reasons for skipping what this machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Before torch or a tokenizer is imported anywhere: pools of threads on few cores slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+
+
+def _no_cuda() -> str:
+    """Why there is no CUDA device, or "" when there is one."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return "" if torch.cuda.is_available() else "no CUDA device on this machine"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests with a reason where there is no GPU; torch is only imported when there are any."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    reason = _no_cuda()
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
