@@ -1,0 +1,35 @@
+"""Masked importance sampling: weight and window on r_d per token, over the sequence, or as its geometric mean.
+
+A sequence that holds one token with r_d below `veto` is dropped as a whole: such a token could hardly have been sampled
+by the policy being trained, and what follows it was conditioned on it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_async.objectives import corrections, surrogates
+from megatron_async.objectives.kernel import Terms, Tokens
+from megatron_async.objectives.preset import Preset, preset
+
+
+@preset("mis")
+class Mis(Preset):
+    equation = "r_d^(level) · 1{low ≤ r_d^(level) ≤ high} · min(r_s Â, clip(r_s) Â)"
+    surrogate = "min-clip"
+    mask_text = "low ≤ r_d ≤ high at the level; veto"
+
+    def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
+        log_ratio = tokens.log_staleness
+        surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)
+        discrepancy = corrections.at_level(tokens, tokens.log_discrepancy, self.choice("level"))
+        mask = corrections.window(discrepancy, self.mask_ends)
+        veto = corrections.without_vetoed(tokens, tokens.log_discrepancy, self.number("veto"))
+        return Terms(
+            surrogate.value,
+            surrogate.slope,
+            weight=corrections.weight(self.config.weight, discrepancy, cap=float("inf")),
+            mask=corrections.both(mask, veto),
+            clipped=surrogate.clipped,
+            log_ratio=log_ratio,
+        )
