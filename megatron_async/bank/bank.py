@@ -1,0 +1,268 @@
+"""The durable store between rollout and training.
+
+Invariants
+- A trajectory is trained in at most one committed step, and none that finished is lost: every change is one
+  transaction that is on the disk when the call returns, so a kill of any process at any point leaves either the
+  state before the call or the state after it.
+- States follow the machine in `states.py`; the database enforces it.
+- A batch holds complete groups only, oldest first, without a token older than asked for.
+- Polling (`current_version`, `counts`, `admitted`, `peek_ready`) reads a few rows, however large the bank is.
+
+Any number of processes and threads may use one bank, each through its own `Bank.open`. A method blocks for as long
+as its transaction takes (milliseconds); an asyncio program calls it in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from sqlalchemy import Connection, Engine, select
+from sqlalchemy.exc import OperationalError
+
+from megatron_async.bank import batches, collecting, dialects, groups, ledger
+from megatron_async.bank.batches import Step
+from megatron_async.bank.errors import BankOpenError
+from megatron_async.bank.groups import OpenGroup
+from megatron_async.bank.ledger import Version
+from megatron_async.bank.states import State
+from megatron_async.bank.tables import SCHEMA, metadata, schema, state_counts, versions
+from megatron_async.trajectory import Trajectory
+
+
+class Admitted(NamedTuple):
+    """Trajectories ever accepted (finished, reserved or trained) and those running."""
+
+    accepted: int
+    running: int
+
+
+class Bank:
+    """See the module. Every method raises BankError when it would break an invariant, and then changes nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._writer = dialects.writing(engine)
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Open the bank at a SQLAlchemy URL, creating its tables if they are not there.
+
+        sqlite:///relative/path or sqlite:////absolute/path for one machine; postgresql://user@host/name for several.
+        Raises BankOpenError when the database cannot be reached or was laid out by another release.
+        """
+        bank = cls(dialects.make_engine(url))
+        try:
+            with bank._write() as conn:
+                _create(conn, url)
+        except OperationalError as error:
+            bank.close()
+            raise BankOpenError(
+                f"cannot open the bank at {url!r}: {error.orig}. For SQLite the folder must exist and be writable; for "
+                "PostgreSQL the server must run and the database exist"
+            ) from error
+        return bank
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ rollout
+
+    def start_trajectory(self, trajectory: Trajectory) -> None:
+        """Record a new running trajectory; its prompt and group are recorded with their first member."""
+        with self._write() as conn:
+            collecting.start(conn, trajectory)
+
+    def checkpoint_trajectory(self, trajectory: Trajectory) -> None:
+        """Write down the present tokens of a running trajectory: what a kill of the rollout leaves to resume from."""
+        self.checkpoint_trajectories([trajectory])
+
+    def checkpoint_trajectories(self, batch: Sequence[Trajectory]) -> None:
+        """`checkpoint_trajectory` for many in one transaction: one sync of the disk for all of them."""
+        with self._write() as conn:
+            collecting.checkpoint(conn, batch)
+
+    def finish_trajectory(self, trajectory: Trajectory) -> State:
+        """Record a finished trajectory and return its state.
+
+        FINISHED: it waits to be trained. FAILED: its status is a failure, or it has no reward or no action token;
+        its group then needs another member. FILTERED: its group was done without it.
+        """
+        with self._write() as conn:
+            return collecting.finish(conn, trajectory, ledger.newest_version(conn))
+
+    def list_running(self) -> list[Trajectory]:
+        """Running trajectories as they were last written down, oldest first; after a kill these are the partial ones."""
+        with self._read() as conn:
+            found = collecting.running(conn)
+        return [Trajectory.from_bytes(data) for data in found]
+
+    def abandon_running(self, reason: str, trajectory_ids: Sequence[str] | None = None) -> int:
+        """Fail every running trajectory (or the named ones), as a restarted rollout does with what it cannot resume.
+
+        Returns how many. With several rollout processes on one bank, name the trajectories.
+        """
+        with self._write() as conn:
+            return collecting.abandon(conn, reason, trajectory_ids)
+
+    def open_groups(self) -> list[OpenGroup]:
+        """Groups that are not done, in the order they were started: those with too few members are completed first."""
+        with self._read() as conn:
+            return groups.unfinished(conn)
+
+    def close_group(self, group_id: str, *, keep: bool, reason: str = "group given up") -> int:
+        """Let a group get no further members: the policy for one whose members keep failing.
+
+        keep: train it as it is once its running members end (a batch then holds fewer than groups * group_size
+        trajectories). Otherwise its waiting members are filtered. Returns how many members wait for training.
+        """
+        with self._write() as conn:
+            return groups.close(conn, group_id, keep, reason)
+
+    def admitted(self) -> Admitted:
+        """Counts for admission; accepted never falls except by stale and filtered trajectories."""
+        n = self.counts()
+        return Admitted(n[State.FINISHED] + n[State.RESERVED] + n[State.TRAINED], n[State.RUNNING])
+
+    def save_cursor(self, name: str, value: int) -> None:
+        """Remember how far a data source was read."""
+        with self._write() as conn:
+            ledger.write_cursor(conn, name, value)
+
+    def load_cursor(self, name: str) -> int:
+        """The saved value; 0 when none was saved."""
+        with self._read() as conn:
+            return ledger.read_cursor(conn, name) or 0
+
+    # ------------------------------------------------------------------ training
+
+    def take_batch(
+        self, step: int, groups: int, group_size: int, min_version: int
+    ) -> list[Trajectory] | None:
+        """Reserve the oldest `groups` complete groups under `step`; None while fewer wait. One transaction.
+
+        Complete groups with a token older than `min_version` become stale first, also when None is returned. Members
+        beyond `group_size` are filtered. The order (groups by age, members by age) is the recorded one when a step is
+        trained again. Raises BankError when the step holds a batch already, or is committed.
+        """
+        with self._write() as conn:
+            found = batches.take(conn, step, groups, group_size, min_version)
+        return None if found is None else [Trajectory.from_bytes(data) for data in found]
+
+    def peek_ready(self, group_size: int) -> int:
+        """Complete groups that wait, stale ones not yet marked included."""
+        with self._read() as conn:
+            return batches.ready(conn, group_size)
+
+    def commit_step(
+        self, step: int, version_before: int, version_after: int, metrics: dict[str, Any] | None = None
+    ) -> None:
+        """The step is trained for good: its trajectories are never handed out again."""
+        with self._write() as conn:
+            batches.commit(conn, step, version_before, version_after, metrics or {})
+
+    def rollback_uncommitted(self, checkpoint_step: int | None = None) -> int:
+        """On resume: trajectories of steps that were not committed wait again. Returns how many.
+
+        checkpoint_step: last step contained in the checkpoint that is resumed. Steps committed after it are not in
+        the weights any more; `take_batch` hands their recorded batches out again, in the same order.
+        """
+        with self._write() as conn:
+            return batches.rollback(conn, checkpoint_step)
+
+    def steps(self) -> list[Step]:
+        with self._read() as conn:
+            return batches.recorded(conn)
+
+    def discard_payloads(self, through_step: int) -> int:
+        """Delete the tokens (not the records) of trajectories nobody can ask for again; returns how many.
+
+        through_step: last step of the oldest checkpoint one may still resume from.
+        """
+        with self._write() as conn:
+            return batches.discard_payloads(conn, through_step)
+
+    # ------------------------------------------------------------------ versions and shared state
+
+    def record_version(self, version: int, parent: int | None, step: int | None = None) -> None:
+        """Record a version, before any engine samples with it, and make it the current one.
+
+        Version 0, the starting checkpoint, is there from the beginning. Raises BankError for an id not above all ids
+        ever recorded, or an unknown parent.
+        """
+        with self._write() as conn:
+            ledger.record_version(conn, version, parent, step)
+
+    def current_version(self) -> int:
+        """The version recorded last, or set by `set_current_version` on a resume."""
+        with self._read() as conn:
+            return ledger.current_version(conn)
+
+    def set_current_version(self, version: int) -> None:
+        """On resume: the checkpoint's version is current again; the next id is still above all recorded ones."""
+        with self._write() as conn:
+            ledger.set_current(conn, version)
+
+    def next_version(self) -> int:
+        """The lowest id not used yet."""
+        with self._read() as conn:
+            return ledger.newest_version(conn) + 1
+
+    def versions(self) -> list[Version]:
+        with self._read() as conn:
+            return ledger.all_versions(conn)
+
+    def set_state(self, key: str, value: str) -> None:
+        """Write to the small key-value table shared by all processes (such as the phase of the run)."""
+        with self._write() as conn:
+            ledger.write_key(conn, key, value)
+
+    def get_state(self, key: str) -> str | None:
+        with self._read() as conn:
+            return ledger.read_key(conn, key)
+
+    def counts(self) -> dict[str, int]:
+        """Trajectories per state, every state named."""
+        with self._read() as conn:
+            rows = conn.execute(select(state_counts)).all()
+        return {state.value: next(row.n for row in rows if row.state == state) for state in State}
+
+    # ------------------------------------------------------------------ transactions
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._writer.begin() as conn:
+            yield conn
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._engine.connect() as conn:
+            yield conn
+
+
+def _create(conn: Connection, url: str) -> None:
+    dialects.lock_schema(conn)
+    metadata.create_all(conn)
+    number = conn.execute(select(schema.c.number)).scalar_one_or_none()
+    if number is not None:
+        if number != SCHEMA:
+            raise BankOpenError(
+                f"the bank at {url!r} has layout {number}, this release reads {SCHEMA}: open it with the release that "
+                "wrote it, or start a new run"
+            )
+        return
+    conn.execute(schema.insert().values(number=SCHEMA))
+    conn.execute(state_counts.insert(), [{"state": state.value, "n": 0} for state in State])
+    conn.execute(versions.insert().values(version=0, parent=None, step=None, created_at=time.time()))
+    dialects.create_state_trigger(conn)

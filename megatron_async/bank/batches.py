@@ -1,0 +1,201 @@
+"""Batches on their way out: taken under a step, committed with it, rolled back, trained again.
+
+A batch is taken in one transaction: what is too old is marked stale, the oldest complete groups are reserved under
+the step. A step is `reserved` until it is committed. When a checkpoint older than committed steps is resumed, those
+steps become `redo`: taking them again gives the recorded batches in the recorded order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, delete, func, insert, select, update
+
+from megatron_async.bank import groups as group_rows
+from megatron_async.bank.errors import BankError
+from megatron_async.bank.states import State, move
+from megatron_async.bank.tables import groups, payloads, steps, trajectories
+
+_GROUPS_AT_ONCE = 256  # keeps the number of parameters of one statement below every database's limit
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step. state: reserved, committed or redo. metrics: as given to `commit_step`."""
+
+    step: int
+    state: str
+    version_before: int | None
+    version_after: int | None
+    trajectories: int
+    metrics: dict[str, Any]
+    reserved_at: float
+    committed_at: float | None
+
+
+def take(conn: Connection, step: int, wanted: int, group_size: int, min_version: int) -> list[bytes] | None:
+    """See `Bank.take_batch`; payloads in the batch's order, or None while there are too few complete groups."""
+    row = conn.execute(select(steps.c.state).where(steps.c.step == step)).one_or_none()
+    if row is not None and row.state == "redo":
+        conn.execute(
+            update(steps).where(steps.c.step == step).values(state="reserved", reserved_at=time.time())
+        )
+        return _payloads(conn, step)
+    if row is not None:
+        raise BankError(
+            f"step {step} is {row.state}; wanted a new batch. A reserved step is committed with commit_step or given "
+            "back with rollback_uncommitted; a committed one is trained again only after rollback_uncommitted(checkpoint)"
+        )
+    _mark_stale(conn, group_size, min_version)
+    chosen = _oldest_complete(conn, wanted, group_size)
+    if len(chosen) < wanted:
+        return None
+    members = _reserve_members(conn, step, chosen, group_size)
+    group_rows.retire(conn, chosen)
+    reserved = {"step": step, "state": "reserved", "trajectories": members, "reserved_at": time.time()}
+    conn.execute(insert(steps).values(reserved))
+    return _payloads(conn, step)
+
+
+def ready(conn: Connection, group_size: int) -> int:
+    """Complete groups that wait."""
+    query = select(func.count()).select_from(groups).where(groups.c.queue >= group_size)
+    return int(conn.execute(query).scalar_one())
+
+
+def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[str, Any]) -> None:
+    """See `Bank.commit_step`."""
+    change = update(steps).where(steps.c.step == step, steps.c.state == "reserved")
+    done = {
+        "state": "committed",
+        "version_before": before,
+        "version_after": after,
+        "metrics": msgspec.json.encode(metrics).decode(),
+        "committed_at": time.time(),
+    }
+    if conn.execute(change.values(done)).rowcount != 1:
+        state = conn.execute(select(steps.c.state).where(steps.c.step == step)).scalar_one_or_none()
+        raise BankError(f"step {step} is {state or 'not there'}; wanted reserved -> committed")
+    move(conn, _members(conn, step), State.RESERVED, State.TRAINED)
+
+
+def rollback(conn: Connection, checkpoint_step: int | None) -> int:
+    """See `Bank.rollback_uncommitted`."""
+    returned = 0
+    query = select(steps.c.step, steps.c.version_before).where(steps.c.state == "reserved")
+    for row in conn.execute(query.order_by(steps.c.step)).all():
+        if row.version_before is None:
+            returned += _give_back(conn, row.step)
+        else:  # it was committed once, so its batch is on record: it stays together and is trained again
+            _mark_redo(conn, row.step)
+    if checkpoint_step is not None:
+        lost = select(steps.c.step).where(steps.c.state == "committed", steps.c.step > checkpoint_step)
+        for step in conn.execute(lost.order_by(steps.c.step)).scalars().all():
+            move(conn, _members(conn, step), State.TRAINED, State.RESERVED)
+            _mark_redo(conn, step)
+    return returned
+
+
+def discard_payloads(conn: Connection, through_step: int) -> int:
+    """See `Bank.discard_payloads`."""
+    over = (State.STALE.value, State.FILTERED.value, State.FAILED.value)
+    trained = (trajectories.c.state == State.TRAINED.value) & (trajectories.c.step <= through_step)
+    gone = select(trajectories.c.position).where(trajectories.c.state.in_(over) | trained)
+    return int(conn.execute(delete(payloads).where(payloads.c.position.in_(gone))).rowcount)
+
+
+def recorded(conn: Connection) -> list[Step]:
+    rows = conn.execute(select(steps).order_by(steps.c.step)).all()
+    return [
+        Step(
+            step=row.step,
+            state=row.state,
+            version_before=row.version_before,
+            version_after=row.version_after,
+            trajectories=row.trajectories,
+            metrics=msgspec.json.decode(row.metrics) if row.metrics else {},
+            reserved_at=row.reserved_at,
+            committed_at=row.committed_at,
+        )
+        for row in rows
+    ]
+
+
+def _mark_stale(conn: Connection, group_size: int, min_version: int) -> None:
+    """Complete groups holding a token older than `min_version` leave the queue, all members with them."""
+    query = select(groups.c.position).where(groups.c.min_version < min_version, groups.c.queue >= group_size)
+    query = query.limit(_GROUPS_AT_ONCE).with_for_update(skip_locked=True)
+    reason = f"stale: older than version {min_version} when a batch was built"
+    while old := conn.execute(query).scalars().all():
+        move(conn, _waiting(conn, old), State.FINISHED, State.STALE, reason=reason)
+        group_rows.retire(conn, old)
+
+
+def _oldest_complete(conn: Connection, wanted: int, group_size: int) -> list[int]:
+    """Positions of up to `wanted` complete groups, in the order in which the groups were started.
+
+    Two queries, each in index order: exactly complete groups, and the few that are over-full or closed.
+    """
+    exact = select(groups.c.position).where(groups.c.queue == group_size)
+    above = select(groups.c.position).where(groups.c.queue > group_size)
+    found: list[int] = []
+    for query in (exact, above):
+        query = query.order_by(groups.c.position).limit(wanted).with_for_update(skip_locked=True)
+        found += conn.execute(query).scalars()
+    return sorted(found)[:wanted]
+
+
+def _reserve_members(conn: Connection, step: int, chosen: Sequence[int], group_size: int) -> int:
+    """Reserve the oldest `group_size` waiting members of each group; later ones are surplus."""
+    query = select(trajectories.c.position, trajectories.c.group_position)
+    query = query.where(
+        trajectories.c.group_position.in_(chosen), trajectories.c.state == State.FINISHED.value
+    )
+    members: dict[int, list[int]] = {}
+    for row in conn.execute(query.order_by(trajectories.c.group_position, trajectories.c.position)):
+        members.setdefault(row.group_position, []).append(row.position)
+    taken = [position for group in members.values() for position in group[:group_size]]
+    surplus = [position for group in members.values() for position in group[group_size:]]
+    move(conn, taken, State.FINISHED, State.RESERVED, step=step)
+    reason = f"surplus: its group had more than {group_size} members"
+    move(conn, surplus, State.FINISHED, State.FILTERED, reason=reason)
+    return len(taken)
+
+
+def _mark_redo(conn: Connection, step: int) -> None:
+    conn.execute(update(steps).where(steps.c.step == step).values(state="redo", committed_at=None))
+
+
+def _give_back(conn: Connection, step: int) -> int:
+    positions = _members(conn, step)
+    query = select(trajectories.c.group_position).where(trajectories.c.step == step).distinct()
+    touched = conn.execute(query).scalars().all()
+    move(conn, positions, State.RESERVED, State.FINISHED, step=None)
+    group_rows.revive(conn, touched)
+    conn.execute(delete(steps).where(steps.c.step == step))
+    return len(positions)
+
+
+def _members(conn: Connection, step: int) -> Sequence[int]:
+    query = select(trajectories.c.position).where(trajectories.c.step == step)
+    return conn.execute(query.order_by(trajectories.c.position)).scalars().all()
+
+
+def _waiting(conn: Connection, group_positions: Sequence[int]) -> Sequence[int]:
+    query = select(trajectories.c.position).where(
+        trajectories.c.group_position.in_(group_positions), trajectories.c.state == State.FINISHED.value
+    )
+    return conn.execute(query).scalars().all()
+
+
+def _payloads(conn: Connection, step: int) -> list[bytes]:
+    """In the order of the batch: groups by age, members by age."""
+    query = select(payloads.c.data).join(trajectories, trajectories.c.position == payloads.c.position)
+    query = query.where(trajectories.c.step == step)
+    return list(
+        conn.execute(query.order_by(trajectories.c.group_position, trajectories.c.position)).scalars()
+    )

@@ -1,0 +1,155 @@
+"""Trajectories on their way in: started, written down while they run, finished, abandoned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from megatron_async.bank import groups
+from megatron_async.bank.errors import BankError
+from megatron_async.bank.states import State, count, move
+from megatron_async.bank.tables import payloads, trajectories
+from megatron_async.trajectory import Status, Trajectory
+
+
+def start(conn: Connection, trajectory: Trajectory) -> None:
+    """See `Bank.start_trajectory`."""
+    if trajectory.finished:
+        raise BankError(
+            f"trajectory {trajectory.trajectory_id!r} is {trajectory.status.value} before it started"
+        )
+    group = groups.lock_or_create(conn, trajectory.group_id, trajectory.prompt_id, trajectory.task)
+    if group.done or group.closed:
+        raise BankError(
+            f"trajectory {trajectory.trajectory_id!r}: its group {trajectory.group_id!r} takes no more members"
+        )
+    taken = select(trajectories.c.state).where(trajectories.c.trajectory_id == trajectory.trajectory_id)
+    state = conn.execute(taken).scalar_one_or_none()
+    if state is not None:
+        raise BankError(f"trajectory {trajectory.trajectory_id!r} is {state}; wanted a new one")
+    row = {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_position": group.position,
+        "state": State.RUNNING.value,
+        "started_at": time.time(),
+        **_summary(trajectory),
+    }
+    inserted = conn.execute(insert(trajectories).values(row)).inserted_primary_key
+    assert inserted is not None
+    conn.execute(insert(payloads).values(position=inserted.position, data=trajectory.to_bytes()))
+    groups.adjust(conn, group, running=1)
+    count(conn, {State.RUNNING: 1})
+
+
+def checkpoint(conn: Connection, batch: Sequence[Trajectory]) -> None:
+    """See `Bank.checkpoint_trajectories`."""
+    rows = [(_row(conn, trajectory, "running -> running"), trajectory) for trajectory in batch]
+    for row, trajectory in sorted(
+        rows, key=lambda pair: pair[0].position
+    ):  # one order of locks for everybody
+        change = update(trajectories).where(
+            trajectories.c.position == row.position, trajectories.c.state == State.RUNNING.value
+        )
+        if trajectory.finished or conn.execute(change.values(_summary(trajectory))).rowcount != 1:
+            raise BankError(
+                f"trajectory {trajectory.trajectory_id!r} is {row.state} in the bank and "
+                f"{trajectory.status.value} in memory; wanted running -> running"
+            )
+        _store(conn, row.position, trajectory)
+
+
+def finish(conn: Connection, trajectory: Trajectory, newest_version: int) -> State:
+    """See `Bank.finish_trajectory`."""
+    if not trajectory.finished:
+        raise BankError(f"trajectory {trajectory.trajectory_id!r} is still running; call its finish() first")
+    if (trajectory.max_version or 0) > newest_version:
+        raise BankError(
+            f"trajectory {trajectory.trajectory_id!r} has tokens of version {trajectory.max_version}, but the newest "
+            f"recorded version is {newest_version}: record_version must come before the engines get its weights"
+        )
+    row = _row(conn, trajectory, "running -> finished")
+    group = groups.lock(conn, row.group_position)
+    reason = _why_untrainable(trajectory)
+    new = State.FAILED if reason else State.FINISHED
+    summary = {**_summary(trajectory), "finished_at": time.time(), "reason": reason}
+    move(conn, [row.position], State.RUNNING, new, **summary)
+    _store(conn, row.position, trajectory)
+    if new is State.FAILED:
+        groups.adjust(conn, group, running=-1, failed=1)
+    elif group.done:
+        new = State.FILTERED
+        surplus = "surplus: its group was done before it finished"
+        move(conn, [row.position], State.FINISHED, new, reason=surplus)
+        groups.adjust(conn, group, running=-1)
+    else:
+        known = [v for v in (group.min_version, trajectory.min_version) if v is not None]
+        groups.adjust(conn, group, running=-1, waiting=1, min_version=min(known))
+    _retire_if_empty(conn, group)
+    return new
+
+
+def running(conn: Connection) -> list[bytes]:
+    """Payloads of the running trajectories as they were last written down, oldest first."""
+    query = select(payloads.c.data).join(trajectories, trajectories.c.position == payloads.c.position)
+    query = query.where(trajectories.c.state == State.RUNNING.value).order_by(trajectories.c.position)
+    return list(conn.execute(query).scalars())
+
+
+def abandon(conn: Connection, reason: str, trajectory_ids: Sequence[str] | None) -> int:
+    """See `Bank.abandon_running`."""
+    query = select(trajectories.c.position, trajectories.c.group_position)
+    query = query.where(trajectories.c.state == State.RUNNING.value)
+    if trajectory_ids is not None:
+        query = query.where(trajectories.c.trajectory_id.in_(trajectory_ids))
+    members: dict[int, list[int]] = {}
+    for row in conn.execute(query):
+        members.setdefault(row.group_position, []).append(row.position)
+    for group_position, positions in sorted(members.items()):
+        group = groups.lock(conn, group_position)
+        end = {"reason": reason, "status": Status.ABORTED.value, "finished_at": time.time()}
+        move(conn, positions, State.RUNNING, State.FAILED, **end)
+        groups.adjust(conn, group, running=-len(positions), failed=len(positions))
+        _retire_if_empty(conn, group)
+    return sum(map(len, members.values()))
+
+
+def _retire_if_empty(conn: Connection, before: Row[Any]) -> None:
+    """A closed group has nothing to give any more once none of its members waits or runs."""
+    if before.closed and not before.done:
+        group = groups.lock(conn, before.position)
+        if not group.running and not group.waiting:
+            groups.retire(conn, [group.position])
+
+
+def _why_untrainable(trajectory: Trajectory) -> str | None:
+    if not trajectory.status.trainable:
+        return str(trajectory.info.get("reason", trajectory.status.value))
+    if trajectory.reward is None or not trajectory.num_action_tokens:
+        return f"{trajectory.status.value} with {trajectory.num_action_tokens} action tokens, no reward to train on"
+    return None
+
+
+def _summary(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "status": trajectory.status.value,
+        "reward": trajectory.reward,
+        "tokens": len(trajectory),
+        "action_tokens": trajectory.num_action_tokens,
+        "min_version": trajectory.min_version,
+        "max_version": trajectory.max_version,
+    }
+
+
+def _store(conn: Connection, position: int, trajectory: Trajectory) -> None:
+    conn.execute(update(payloads).where(payloads.c.position == position).values(data=trajectory.to_bytes()))
+
+
+def _row(conn: Connection, trajectory: Trajectory, wanted: str) -> Row[Any]:
+    query = select(trajectories.c.position, trajectories.c.group_position, trajectories.c.state)
+    row = conn.execute(query.where(trajectories.c.trajectory_id == trajectory.trajectory_id)).one_or_none()
+    if row is None:
+        raise BankError(f"trajectory {trajectory.trajectory_id!r} was never started; wanted {wanted}")
+    return row

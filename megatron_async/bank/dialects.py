@@ -1,0 +1,115 @@
+"""All that differs between SQLite and PostgreSQL; no other file of the bank knows which one it talks to.
+
+SQLite: write-ahead log with a sync on every commit (a commit survives a power cut), and write transactions that take
+the write lock when they begin, so that two writers wait for each other instead of failing half-way.
+PostgreSQL: READ COMMITTED with row locks; rows another transaction holds are skipped where the order allows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError
+
+from megatron_async.bank.errors import BankOpenError
+from megatron_async.bank.states import TRANSITIONS
+
+LOCK_TIMEOUT_S = 60
+"""Longest wait for another writer, in seconds. Transactions last milliseconds; longer means that somebody hangs."""
+
+_SCHEMA_LOCK = 0x4D41424B  # any number will do that no other program uses as an advisory lock
+
+
+def make_engine(url: str) -> Engine:
+    """An engine for sqlite:/// or postgresql+psycopg:// URLs; raises BankOpenError for others."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise BankOpenError(
+            f"bank url {url!r} is not a database URL; write sqlite:///path/bank.sqlite"
+        ) from error
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        engine = create_engine(parsed, connect_args={"timeout": LOCK_TIMEOUT_S})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+    if backend == "postgresql":
+        if parsed.drivername == "postgresql":
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        options = f"-c lock_timeout={LOCK_TIMEOUT_S}s"
+        return create_engine(parsed, pool_pre_ping=True, connect_args={"options": options})
+    raise BankOpenError(f"bank url {url!r}: {backend} is not supported; use sqlite:/// or postgresql://")
+
+
+def writing(engine: Engine) -> Engine:
+    """The same engine, its transactions announced as writing ones."""
+    return engine.execution_options(bank_writes=True)
+
+
+def lock_schema(conn: Connection) -> None:
+    """Let one process at a time create the tables. (A writing SQLite transaction is alone already.)"""
+    if conn.dialect.name == "postgresql":
+        conn.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})")
+
+
+def insert_missing(conn: Connection, table: Table, values: dict[str, Any]) -> bool:
+    """Insert unless a row with the same key is there, even one written at this moment; True when inserted."""
+    module = sqlite if conn.dialect.name == "sqlite" else postgresql
+    return conn.execute(module.insert(table).values(values).on_conflict_do_nothing()).rowcount == 1
+
+
+def upsert(conn: Connection, table: Table, key: str, values: dict[str, Any]) -> None:
+    """Insert the row, or overwrite the one with the same `key` column."""
+    module = sqlite if conn.dialect.name == "sqlite" else postgresql
+    statement = module.insert(table).values(values)
+    rest = {name: statement.excluded[name] for name in values if name != key}
+    conn.execute(statement.on_conflict_do_update(index_elements=[key], set_=rest))
+
+
+def create_state_trigger(conn: Connection) -> None:
+    """Make the database itself refuse a change of state that the state machine does not have."""
+    allowed = " OR ".join(
+        f"(OLD.state = '{old.value}' AND NEW.state = '{new.value}')" for old, new in sorted(TRANSITIONS)
+    )
+    statements = _SQLITE_TRIGGER if conn.dialect.name == "sqlite" else _POSTGRESQL_TRIGGER
+    for statement in statements:
+        conn.exec_driver_sql(statement.replace("ALLOWED", allowed))
+
+
+_SQLITE_TRIGGER = (
+    """CREATE TRIGGER IF NOT EXISTS trajectory_state BEFORE UPDATE OF state ON trajectories
+    WHEN NEW.state <> OLD.state AND NOT (ALLOWED)
+    BEGIN SELECT RAISE(ABORT, 'no such transition of a trajectory''s state'); END""",
+    """CREATE TRIGGER IF NOT EXISTS trajectory_start BEFORE INSERT ON trajectories WHEN NEW.state <> 'running'
+    BEGIN SELECT RAISE(ABORT, 'a trajectory starts as running'); END""",
+)
+_POSTGRESQL_TRIGGER = (
+    """CREATE OR REPLACE FUNCTION check_trajectory_state() RETURNS trigger AS $$ BEGIN
+    IF TG_OP = 'INSERT' THEN
+        IF NEW.state <> 'running' THEN RAISE EXCEPTION 'a trajectory starts as running'; END IF;
+    ELSIF NEW.state <> OLD.state AND NOT (ALLOWED) THEN
+        RAISE EXCEPTION 'no such transition of a trajectory''s state: % to %', OLD.state, NEW.state;
+    END IF;
+    RETURN NEW; END $$ LANGUAGE plpgsql""",
+    """CREATE OR REPLACE TRIGGER trajectory_state BEFORE INSERT OR UPDATE OF state ON trajectories
+    FOR EACH ROW EXECUTE FUNCTION check_trajectory_state()""",
+)
+
+
+def _prepare_sqlite(connection: Any, record: Any) -> None:
+    connection.isolation_level = None  # transactions begin where SQLAlchemy says, see _begin_sqlite
+    for pragma in (
+        f"busy_timeout = {LOCK_TIMEOUT_S * 1000}",
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(conn: Connection) -> None:
+    writes = conn.get_execution_options().get("bank_writes", False)
+    conn.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,13 @@
+"""Errors of the bank."""
+
+from __future__ import annotations
+
+from megatron_async.errors import UserError
+
+
+class BankError(RuntimeError):
+    """A transition or a record the bank must not make; the message names the id, its state and what was wanted."""
+
+
+class BankOpenError(BankError, UserError):
+    """The database cannot be opened or belongs to another release; the message says how to mend it."""

@@ -1,0 +1,133 @@
+"""Groups of trajectories of one prompt, and the counts that make polling cheap.
+
+A group is *complete* when the wanted number of members waits, or when it was closed and none runs any more. It is
+*done* once its members were reserved, went stale or were given up: members that come later are surplus.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, func, select, update
+
+from megatron_async.bank import dialects
+from megatron_async.bank.errors import BankError
+from megatron_async.bank.states import State, move
+from megatron_async.bank.tables import CLOSED_QUEUE, groups, prompts, trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that is not done: what a restarted rollout has to complete. Members that wait are kept."""
+
+    group_id: str
+    prompt_id: str
+    task: dict[str, Any]
+    running: int
+    waiting: int
+    failed: int
+    closed: bool
+
+
+def lock_or_create(conn: Connection, group_id: str, prompt_id: str, task: dict[str, Any]) -> Row[Any]:
+    """The group's row, locked; it and its prompt are inserted at the first use."""
+    row = _locked(conn, groups.c.group_id == group_id)
+    if row is None:
+        now = time.time()
+        prompt = {"prompt_id": prompt_id, "task": msgspec.json.encode(task).decode(), "created_at": now}
+        dialects.insert_missing(conn, prompts, prompt)
+        dialects.insert_missing(conn, groups, {"group_id": group_id, "prompt_id": prompt_id})
+        row = _locked(conn, groups.c.group_id == group_id)
+    assert row is not None
+    if row.prompt_id != prompt_id:
+        raise BankError(f"group {group_id!r} is of prompt {row.prompt_id!r}, not {prompt_id!r}")
+    return row
+
+
+def lock(conn: Connection, position: int) -> Row[Any]:
+    row = _locked(conn, groups.c.position == position)
+    assert row is not None
+    return row
+
+
+def adjust(
+    conn: Connection, row: Row[Any], *, running: int = 0, waiting: int = 0, failed: int = 0, **values: Any
+) -> None:
+    """Add to a locked group's counts, set other columns, and work out its place in the queue again."""
+    fields = dict(row._mapping)
+    fields.update(values)
+    for name, change in (("running", running), ("waiting", waiting), ("failed", failed)):
+        fields[name] += change
+    fields["queue"] = _queue(fields)
+    changed = {name: value for name, value in fields.items() if value != row._mapping[name]}
+    if changed:
+        conn.execute(update(groups).where(groups.c.position == row.position).values(changed))
+
+
+def _queue(fields: dict[str, Any]) -> int:
+    if fields["done"]:
+        return 0
+    if fields["closed"]:
+        return CLOSED_QUEUE if fields["waiting"] and not fields["running"] else 0
+    return int(fields["waiting"])
+
+
+def retire(conn: Connection, positions: Sequence[int]) -> None:
+    """Mark locked groups done: none of their members waits any more."""
+    done = {"done": True, "waiting": 0, "queue": 0, "min_version": None}
+    conn.execute(update(groups).where(groups.c.position.in_(positions)).values(done))
+
+
+def revive(conn: Connection, positions: Sequence[int]) -> None:
+    """Put groups whose reserved members went back to `finished` into the queue again."""
+    for position in sorted(positions):
+        row = lock(conn, position)
+        waiting = trajectories.c.state == State.FINISHED.value
+        query = select(func.count(), func.min(trajectories.c.min_version))
+        n, oldest = conn.execute(query.where(trajectories.c.group_position == position, waiting)).one()
+        adjust(conn, row, waiting=n - row.waiting, min_version=oldest, done=False)
+
+
+def close(conn: Connection, group_id: str, keep: bool, reason: str) -> int:
+    """See `Bank.close_group`."""
+    row = _locked(conn, groups.c.group_id == group_id)
+    if row is None:
+        raise BankError(f"no group {group_id!r} to close")
+    if row.done:
+        return 0
+    if keep and (row.waiting or row.running):
+        adjust(conn, row, closed=True)
+        return int(row.waiting)
+    query = select(trajectories.c.position).where(
+        trajectories.c.group_position == row.position, trajectories.c.state == State.FINISHED.value
+    )
+    move(conn, conn.execute(query).scalars().all(), State.FINISHED, State.FILTERED, reason=reason)
+    adjust(conn, row, closed=True)
+    retire(conn, [row.position])
+    return 0
+
+
+def unfinished(conn: Connection) -> list[OpenGroup]:
+    """See `Bank.open_groups`."""
+    query = select(groups, prompts.c.task).join(prompts, prompts.c.prompt_id == groups.c.prompt_id)
+    rows = conn.execute(query.where(groups.c.done.is_(False)).order_by(groups.c.position))
+    return [
+        OpenGroup(
+            group_id=row.group_id,
+            prompt_id=row.prompt_id,
+            task=msgspec.json.decode(row.task),
+            running=row.running,
+            waiting=row.waiting,
+            failed=row.failed,
+            closed=row.closed,
+        )
+        for row in rows
+    ]
+
+
+def _locked(conn: Connection, condition: Any) -> Row[Any] | None:
+    return conn.execute(select(groups).where(condition).with_for_update()).one_or_none()

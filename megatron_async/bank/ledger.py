@@ -1,0 +1,87 @@
+"""Small records beside the trajectories: the graph of versions, shared state, cursors.
+
+A version id is never used twice: after a resume numbering goes on above the highest id ever recorded, with the
+resumed version as parent, so that versions form a graph and a token's version always means the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+
+from megatron_async.bank import dialects
+from megatron_async.bank.errors import BankError
+from megatron_async.bank.tables import cursors, key_values, versions
+
+_CURRENT = "bank/current_version"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """parent: the version it was trained from, None for the starting checkpoint. created_at: seconds since 1970."""
+
+    version: int
+    parent: int | None
+    step: int | None
+    created_at: float
+
+
+def record_version(conn: Connection, version: int, parent: int | None, step: int | None) -> None:
+    """See `Bank.record_version`."""
+    if version == 0 and parent is None:
+        return  # the starting checkpoint is there from the beginning
+    known = conn.execute(select(versions).where(versions.c.version == version)).one_or_none()
+    newest = newest_version(conn)
+    if known is not None:
+        raise BankError(
+            f"version {version} was recorded before (parent {known.parent}, step {known.step}); ids are never used "
+            f"again: the next one is {newest + 1}"
+        )
+    if version <= newest:
+        raise BankError(f"version {version} is below the newest recorded version {newest}; use {newest + 1}")
+    if (
+        parent is None
+        or conn.execute(select(versions).where(versions.c.version == parent)).one_or_none() is None
+    ):
+        raise BankError(f"version {version}: its parent {parent} is not recorded")
+    row = {"version": version, "parent": parent, "step": step, "created_at": time.time()}
+    conn.execute(versions.insert().values(row))
+    write_key(conn, _CURRENT, str(version))
+
+
+def set_current(conn: Connection, version: int) -> None:
+    """See `Bank.set_current_version`."""
+    if conn.execute(select(versions).where(versions.c.version == version)).one_or_none() is None:
+        raise BankError(f"version {version} is not recorded; it cannot become the current one")
+    write_key(conn, _CURRENT, str(version))
+
+
+def current_version(conn: Connection) -> int:
+    return int(read_key(conn, _CURRENT) or 0)
+
+
+def newest_version(conn: Connection) -> int:
+    return int(conn.execute(select(func.max(versions.c.version))).scalar_one())
+
+
+def all_versions(conn: Connection) -> list[Version]:
+    rows = conn.execute(select(versions).order_by(versions.c.version))
+    return [Version(row.version, row.parent, row.step, row.created_at) for row in rows]
+
+
+def write_key(conn: Connection, key: str, value: str) -> None:
+    dialects.upsert(conn, key_values, "key", {"key": key, "value": value})
+
+
+def read_key(conn: Connection, key: str) -> str | None:
+    return conn.execute(select(key_values.c.value).where(key_values.c.key == key)).scalar_one_or_none()
+
+
+def write_cursor(conn: Connection, name: str, value: int) -> None:
+    dialects.upsert(conn, cursors, "name", {"name": name, "value": value})
+
+
+def read_cursor(conn: Connection, name: str) -> int | None:
+    return conn.execute(select(cursors.c.value).where(cursors.c.name == name)).scalar_one_or_none()
