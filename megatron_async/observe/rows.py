@@ -82,3 +82,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     complete = data[: data.rfind(b"\n") + 1]
     return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+
+class RowTail:
+    """Reads a growing file of rows bit by bit: each call of `new` gives the rows that were added since."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Complete rows added since the last call; none while the file is absent."""
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._offset:
+                self._offset = 0  # the file was started anew
+            file.seek(self._offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [json.loads(line) for line in complete.splitlines() if line.strip()]
