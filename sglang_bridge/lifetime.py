@@ -1,0 +1,30 @@
+"""A server ends with the process that started it, however that process ended.
+
+The starter puts its process id in the environment; the server polls its parent. A poll rather than the kernel's
+parent-death signal: that one fires when the starting *thread* ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
+_POLL_S = 0.5
+
+
+def end_with_parent() -> None:
+    """Watch the starting process, when one is named, and SIGKILL this process group once it is gone."""
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is not None:
+        threading.Thread(target=_watch, args=(int(parent),), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,292 @@
+"""``EngineServer``: starts, watches and ends one SGLang server process and everything under it.
+
+Invariants
+- A server either becomes ready before its deadline or raises ``EngineStartError`` with the end of its log.
+- Nothing survives: the server is its own process group; ``stop`` ends the whole group, politely first. If the
+  process that started it disappears without calling ``stop``, the server notices within a second and ends itself.
+- A fresh server says which policy version it holds: ``weight_version`` is set at start, ``"0"`` by default.
+
+::
+
+    with EngineServer("checkpoints/tiny", log_path="engine.log") as server:
+        ...  # server.url answers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from sglang_bridge.errors import EngineStartError
+from sglang_bridge.lifetime import PARENT_VARIABLE
+
+_POLL_S = 0.2
+_LOG_TAIL_LINES = 25
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What a server is started with; each field becomes the SGLang flag of the same meaning.
+
+    Attributes:
+        dtype: arithmetic of the model, ``auto`` follows the checkpoint (SGLang turns float32 into float16 then).
+        tensor_parallel_size: processes (GPUs) that share the model.
+        max_total_tokens: tokens the key-value pool holds; None lets SGLang fill the memory.
+        mem_fraction_static: share of memory for weights and key-value pool; None leaves SGLang's default.
+        routed_experts: let requests ask for the experts each token was routed to (costs a host buffer).
+        weight_version: version of the weights in ``model_path``.
+        extra_args: further SGLang arguments, appended last, so they win.
+        environment: further environment variables of the server.
+    """
+
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    max_total_tokens: int | None = 65536
+    mem_fraction_static: float | None = None
+    routed_experts: bool = False
+    weight_version: int = 0
+    extra_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """The command line these options stand for."""
+        arguments = [
+            "--dtype", self.dtype,
+            "--tp-size", str(self.tensor_parallel_size),
+            "--weight-version", str(self.weight_version),
+            "--incremental-streaming-output",
+        ]
+        if self.max_total_tokens is not None:
+            arguments += ["--max-total-tokens", str(self.max_total_tokens)]
+        if self.mem_fraction_static is not None:
+            arguments += ["--mem-fraction-static", str(self.mem_fraction_static)]
+        if self.routed_experts:
+            arguments.append("--enable-return-routed-experts")
+        return [*arguments, *self.extra_args]
+
+
+class EngineServer:
+    """One SGLang server on this machine.
+
+    Args:
+        model_path: Hugging Face checkpoint directory, or a hub name SGLang can resolve.
+        host: address to listen on; loopback unless the network is trusted, since the API has no password here.
+        port: 0 picks a free one at ``start``; ``url`` then has it.
+        log_path: everything the server prints (appended).
+        options: see ``ServerOptions``.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        log_path: str | os.PathLike[str],
+        options: ServerOptions | None = None,
+    ) -> None:
+        self.model_path = os.fspath(model_path)
+        self.host = host
+        self.port = port
+        self.log_path = Path(log_path)
+        self.options = options or ServerOptions()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where clients reach the server."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, which is also its process group; None when not started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once.
+
+        Raises:
+            EngineStartError: already running, the checkpoint is not there, or the port is taken.
+        """
+        if self.alive():
+            raise EngineStartError(f"the server on {self.url} is already running (pid {self.pid})")
+        check_checkpoint(self.model_path)
+        self.port = claim_port(self.host, self.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable, "-m", "sglang_bridge.serve",
+            "--model-path", self.model_path, "--host", self.host, "--port", str(self.port),
+            *self.options.arguments(),
+        ]
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            log.write(f"$ {' '.join(command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=self._environment(), start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        package_root = str(Path(__file__).resolve().parent.parent)
+        paths = [package_root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+                       "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
+        if Path(self.model_path).is_dir():
+            environment["HF_HUB_OFFLINE"] = "1"  # everything is local; no look-up that could hang
+        # A launcher's rank variables would make the server join the launcher's process group.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        return {**environment, **self.options.environment}
+
+    def alive(self) -> bool:
+        """True while the server process runs (ready or not)."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, deadline_s: float = 300.0, *, still_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Wait until the server takes requests.
+
+        ``still_wanted`` is asked at every poll; when it says no (the user pressed Ctrl-C, say) the wait ends.
+
+        Raises:
+            EngineStartError: the server died or missed the deadline; it is stopped, the log's tail is in the error.
+        """
+        if self._process is None:
+            raise EngineStartError("wait_ready before start")
+        limit = time.monotonic() + deadline_s
+        while True:
+            if not self.alive():
+                status = self._process.returncode
+                self.stop()
+                raise EngineStartError(self._failure(f"ended with status {status} while starting"))
+            if _answers(f"{self.url}/ready"):
+                return
+            if time.monotonic() > limit or not still_wanted():
+                self.stop()
+                raise EngineStartError(self._failure(f"was not ready after {deadline_s:g} s; raise the deadline if "
+                                                     "it was still loading"))
+            time.sleep(_POLL_S)
+
+    def _failure(self, what: str) -> str:
+        tail = self.log_tail()
+        return f"the SGLang server for {self.model_path} on {self.url} {what}.\nEnd of {self.log_path}:\n{tail}"
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """The last lines this server (not an earlier one in the same file) wrote."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - 200 * lines))
+            text = log.read().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """End the server and all its processes; after ``timeout`` seconds by force. Idempotent.
+
+        Requests that still run are cut off: their clients see the connection break.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        shared = _shared_memory(_group_members(process.pid))
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)  # SGLang looks at SIGTERM only every five seconds
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
+        _kill_group(process.pid)
+        process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+
+def claim_port(host: str, port: int) -> int:
+    """``port``, checked to be free, or a free one for 0.
+
+    Raises:
+        EngineStartError: the port is in use or the address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+            probe.listen(1)  # with SO_REUSEADDR only listening tells that another socket listens
+        except OSError as error:
+            raise EngineStartError(f"cannot listen on {host}:{port}: {error.strerror}. Stop what uses the port "
+                                   f"(`ss -ltnp 'sport = :{port}'` names it), choose another one, or 0 for a free one"
+                                   ) from error
+        return int(probe.getsockname()[1])
+
+
+def check_checkpoint(model_path: str) -> None:
+    """Refuse a local checkpoint directory that is not one, before half a minute is spent finding out."""
+    path = Path(model_path)
+    looks_local = path.exists() or model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1
+    if looks_local and not (path / "config.json").is_file():
+        state = "has no config.json" if path.is_dir() else "is not a directory"
+        raise EngineStartError(f"model path {model_path!r} {state}; give the directory of a Hugging Face checkpoint "
+                               "(config.json, tokenizer files, *.safetensors)")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _group_members(group: int) -> list[psutil.Process]:
+    """Processes of a process group that still run (a zombie only waits for its parent)."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def _kill_group(group: int, deadline_s: float = 5.0) -> None:
+    """SIGKILL what is left of a process group and wait until it is gone."""
+    limit = time.monotonic() + deadline_s
+    while members := _group_members(group):
+        if time.monotonic() > limit:
+            raise EngineStartError(f"processes {[process.pid for process in members]} of the server do not end")
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.02)
+
+
+def _shared_memory(members: list[psutil.Process]) -> set[Path]:
+    """SGLang's own files in /dev/shm that these processes map; it leaves them behind when it is ended."""
+    paths: set[Path] = set()
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            paths |= {Path(mapped.path) for mapped in process.memory_maps()}
+    return {path for path in paths if path.parent == Path("/dev/shm") and path.name.startswith(("sglang_", "sem.mp-"))}
