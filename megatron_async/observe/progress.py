@@ -1,6 +1,6 @@
 """The live view of a run: step, reward, version gap, tokens/s, and what each part does or waits for.
 
-Invariants: it only reads the run's files, so it cannot disturb the run; whoever supervises calls `update` as often as
+Invariants: it only reads the run's files, so it cannot disturb the run; whoever supervises calls `refresh` as often as
 it likes; output goes through one console, and nothing is drawn where the output is no terminal.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -76,15 +75,15 @@ class Rate:
 class Progress:
     """Shows a run while it goes on.
 
-    >>> with Progress(cfg, cfg.run_path) as progress:
+    >>> with Progress(cfg) as progress:
     ...     while running:
-    ...         progress.update()
+    ...         progress.refresh()
     """
 
-    def __init__(self, config: RunConfig, run_path: Path, console: Console | None = None) -> None:
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._config = config
-        self._run_path = run_path
-        self._tail = RowTail(RunFiles(run_path).metrics)
+        self._run_path = config.run_path
+        self._tail = RowTail(RunFiles(config.run_path).metrics)
         self._console = console or Console(highlight=False)
         mode = config.observe.progress
         self._mode = "plain" if mode == "rich" and not self._console.is_terminal else mode
@@ -113,7 +112,7 @@ class Progress:
         if self._mode != "off":
             self._console.print(message, markup=False)
 
-    def update(self) -> None:
+    def refresh(self) -> None:
         """Read what is new and show it."""
         if self._mode == "off":
             return

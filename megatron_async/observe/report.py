@@ -5,6 +5,7 @@ Invariants: numbers come from the run's files and nothing is estimated; what was
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_async.observe.progress import duration, short_number
 from megatron_async.observe.timeline import Interval, read_timeline
 
 _BAR = 30
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,11 @@ class Report:
                     sums[stage] = sums.get(stage, 0.0) + value
         return {stage: total / len(self.metrics) for stage, total in sums.items()}
 
-    def print(self, console: Console | None = None, step: int | None = None) -> None:
-        """Show the report, keep it as report.txt and draw timeline.png; `step` picks the step of the timeline."""
+    def write(self, step: int | None = None) -> str:
+        """Write report.txt and timeline.png and return the text; `step` picks the step of the timeline.
+
+        Raises UserError when `step` is not on the timeline.
+        """
         files = RunFiles(self.run_path)
         shown = typical_step(list(self.timeline)) if step is None else step
         drawing = ""
@@ -89,9 +94,10 @@ class Report:
             except ValueError as error:
                 raise UserError(str(error)) from error
             draw_timeline(list(self.timeline), shown, files.timeline_image)
-        self._render(console or Console(highlight=False), drawing)
-        with files.report.open("w", encoding="utf-8") as file:
-            self._render(Console(file=file, width=110, highlight=False), drawing)
+        text = io.StringIO()
+        self._render(Console(file=text, width=_WIDTH, highlight=False), drawing)
+        files.report.write_text(text.getvalue(), encoding="utf-8")
+        return text.getvalue()
 
     def _render(self, console: Console, drawing: str) -> None:
         console.print(self._summary())
@@ -182,3 +188,8 @@ def _first_and_last(values: list[float], count: int = 10) -> str:
 def _mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
     values = [row[name] for row in rows if row.get(name) is not None]
     return fmean(values) if values else None
+
+
+def write_report(run_path: Path, step: int | None = None) -> str:
+    """Make the report of a run from its folder; see `Report.from_folder` and `Report.write`."""
+    return Report.from_folder(run_path).write(step)
