@@ -1,0 +1,116 @@
+"""Log-probs and entropy of tokens over logits whose vocabulary is cut over tensor-parallel ranks.
+
+Invariants:
+- The logits are never gathered, and never overwritten: ranks exchange one maximum and three sums per token.
+- All arithmetic is fp32 whatever the logits' precision; fp32 temporaries cover ``chunk`` tokens at a time.
+- Temperature divides the logits, so values and gradients are those of the distribution that was sampled.
+
+With x = logits / temperature, log Z = log Σ exp x and p = softmax x:
+log p_t = x_t − log Z, H = log Z − Σ p x; ∂log p_t/∂x = 1_t − p, ∂H/∂x = −p (log p + H).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.engine.sequences import MicroBatch
+
+DEFAULT_CHUNK = 1024
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    """(logits [S, V/tp], targets [S], 1/temperature [S]) → (log-probs [S], entropy [S]), fp32."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, targets: Tensor, inverse_temperature: Tensor, group: Any, entropy: bool, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        first = dist.get_rank(group) * logits.shape[-1]
+        local_targets = targets - first
+        inside = (local_targets >= 0) & (local_targets < logits.shape[-1])
+        local_targets = local_targets.clamp(0, logits.shape[-1] - 1)
+        scale = inverse_temperature.float()[:, None]
+        maximum = logits.amax(-1).float() * scale[:, 0]
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.zeros(3, len(targets), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(len(targets), chunk):
+            shifted = logits[rows].float() * scale[rows] - maximum[rows, None]
+            picked = shifted.gather(-1, local_targets[rows, None])[:, 0]
+            sums[1, rows] = picked.where(inside[rows], 0.0)
+            exponentials = shifted.exp()
+            sums[0, rows] = exponentials.sum(-1)
+            if entropy:
+                sums[2, rows] = exponentials.mul_(shifted).sum(-1)
+        dist.all_reduce(sums, group=group)
+        log_z = sums[0].log()
+        entropies = log_z - sums[2] / sums[0] if entropy else torch.zeros_like(log_z)
+        ctx.save_for_backward(logits, local_targets, inside, scale, maximum + log_z, entropies)
+        ctx.chunk, ctx.entropy = chunk, entropy
+        return sums[1] - log_z, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, local_targets, inside, scale, log_z, entropies = ctx.saved_tensors
+        logprob_gradient, entropy_gradient = (g.float() for g in gradients)
+        result = torch.empty_like(logits)
+        for rows in _chunks(len(local_targets), ctx.chunk):
+            log_p = logits[rows].float() * scale[rows] - log_z[rows, None]
+            if ctx.entropy:
+                weight = log_p + entropies[rows, None]
+                weight = weight.mul_(entropy_gradient[rows, None]).add_(logprob_gradient[rows, None])
+                gradient = log_p.exp_().mul_(weight).neg_()
+            else:
+                gradient = log_p.exp_().mul_(-logprob_gradient[rows, None])
+            at_target = logprob_gradient[rows].where(inside[rows], 0.0)
+            gradient.scatter_add_(-1, local_targets[rows, None], at_target[:, None])
+            result[rows] = gradient.mul_(scale[rows])
+        return result, None, None, None, None, None
+
+
+def _chunks(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    inverse_temperature: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    entropy: bool = True,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each distribution, differentiable in the logits.
+
+    Args:
+        logits: [S, V/tp] this rank's slice of the vocabulary, any floating dtype; left untouched.
+        targets: int64 [S], global token ids.
+        inverse_temperature: [S], 1 / sampling temperature.
+        group: tensor-parallel group.
+        entropy: False skips the entropy (zeros are returned).
+        chunk: tokens whose fp32 temporaries exist at once.
+
+    Returns:
+        fp32 log-probs [S] and entropies [S], in nats; equal on all ranks of the group.
+    """
+    return _VocabParallelLogProbs.apply(logits, targets, inverse_temperature, group, entropy, chunk)
+
+
+def token_logprobs(
+    logits: Tensor, micro_batch: MicroBatch, group: dist.ProcessGroup, *, entropy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Token-aligned log-probs and entropies of a micro-batch: fp32 [T] each, 0 at every sequence's first token.
+
+    Args:
+        logits: [1, S, V/tp] as GPTModel returns them.
+    """
+    predicted, entropies = vocab_parallel_logprobs(
+        logits.squeeze(0), micro_batch.targets, micro_batch.inverse_temperature, group, entropy=entropy
+    )
+    first = micro_batch.packed.positions == 0
+    return (
+        predicted[micro_batch.take].masked_fill(first, 0.0),
+        entropies[micro_batch.take].masked_fill(first, 0.0),
+    )

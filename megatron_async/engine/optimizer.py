@@ -1,0 +1,161 @@
+"""Megatron's DDP, optimiser and learning-rate schedule, and one careful step.
+
+Invariants:
+- Gradients are summed over ranks and micro-batches and divided by nothing: the loss comes already normalised.
+- bf16 weights have fp32 masters; gradients are reduced in fp32.
+- The schedule counts optimiser steps that were made, nothing else; a skipped step leaves weights, moments and schedule
+  exactly as they were.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_async.config.schema import OptimizerConfig
+
+ENDLESS = 2**31
+"""Decay steps of a schedule that never decays."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Attributes:
+    grad_norm: global L2 norm before clipping.
+    lr: learning rate of the step that was made (of the last one, if it was skipped).
+    skipped: why no step was made, or None.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: str | None
+
+
+def wrap_ddp(
+    config: TransformerConfig, chunks: list[GPTModel], *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Give every chunk Megatron's gradient buffers; broadcast parameters from data-parallel rank 0."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        # Non-finite gradients are found by the norm and skip the step; DDP's own check would end the run.
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    config.finalize_model_grads_func = finalize_undivided
+    return wrapped
+
+
+def finalize_undivided(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any
+) -> None:
+    """Megatron's gradient finalisation without its division by the number of tokens."""
+    finalize_model_grads(model, None, **options)
+
+
+class Optimizer:
+    """Adam over this rank's parameters, with its schedule."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: list[DistributedDataParallel],
+        *,
+        dtype: torch.dtype,
+        distributed: bool,
+    ) -> None:
+        self.config = config
+        megatron_config = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        )
+        self.megatron = get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False)
+        self.schedule = _schedule(config, self.megatron)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps made so far."""
+        return self.schedule.num_steps
+
+    def zero_grad(self, chunks: list[DistributedDataParallel]) -> None:
+        """Forget all gradients; call before every accumulation."""
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self, *, skip: str | None = None) -> StepOutcome:
+        """Make one step on the accumulated gradients, or say why not.
+
+        No step is made if ``skip`` gives a reason, if the gradient is not finite, or if it is exactly zero: Adam
+        would otherwise move the weights by momentum without any data.
+        """
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if skip is None and not math.isfinite(norm):
+            skip = f"the gradient norm is {norm}; weights and optimiser are unchanged"
+        if skip is None and norm == 0.0:
+            skip = "the gradient is exactly zero: no token carries a learning signal"
+        if skip is not None:
+            return StepOutcome(norm, self._lr(), skip)
+        self.schedule.step(1)
+        if self.config.clip_grad > 0:
+            self._clip(norm)
+        self.megatron.step_with_ready_grads()
+        return StepOutcome(norm, self._lr(), None)
+
+    def _clip(self, norm: float) -> None:
+        for inner in self.megatron.chained_optimizers:
+            parameters = [] if getattr(inner, "is_stub_optimizer", False) else inner.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=norm)
+
+    def _lr(self) -> float:
+        return float(self.megatron.param_groups[0]["lr"]) if self.num_steps else 0.0
+
+    def reload_weights(self) -> None:
+        """Take the model's weights over into the fp32 masters; call after writing the model's parameters."""
+        self.megatron.reload_model_params()
+
+
+def _schedule(config: OptimizerConfig, optimizer: Any) -> OptimizerParamScheduler:
+    decay_steps = config.lr_decay_steps or ENDLESS
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(decay_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,133 @@
+"""One pass over a rank's micro-batches through Megatron's forward-backward schedule, and its results on every rank.
+
+Invariants:
+- The schedule is Megatron's own, so pipeline and virtual pipeline stages work alike; the last stage computes log-probs.
+- Values kept for reporting are detached copies: the schedule may change the loss tensor it was given.
+- Results are equal on all ranks: each token's value comes from the one rank that computed it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_async.engine.forward import token_logprobs
+from megatron_async.engine.sequences import MicroBatch, Packed
+
+LossFn = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroResult:
+    """Detached results of one micro-batch on the last pipeline stage."""
+
+    flat_index: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    loss: Tensor | None
+    stats: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """This rank's micro-batch results (empty before the last pipeline stage)."""
+
+    micro_results: list[MicroResult]
+
+    def gather_tokens(self, num_tokens: int, device: torch.device) -> NDArray[np.float32]:
+        """Log-probs and entropies of the whole batch, float32 [2, num_tokens], on every rank (collective)."""
+        values = torch.zeros(2, num_tokens, dtype=torch.float32, device=device)
+        if _reports():
+            for result in self.micro_results:
+                values[:, result.flat_index] = torch.stack([result.logprobs, result.entropy])
+        dist.all_reduce(values)
+        return values.cpu().numpy()
+
+    def gather_stats(self) -> tuple[float, dict[str, float]]:
+        """Loss and statistics summed over the global batch, on every rank (collective)."""
+        local: dict[str, float] = {}
+        if _reports():
+            for result in self.micro_results:
+                named = {**result.stats, "": result.loss} if result.loss is not None else result.stats
+                for name, value in named.items():
+                    local[name] = local.get(name, 0.0) + float(value)
+        everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, local)
+        total: dict[str, float] = {}
+        for part in everywhere:
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total.pop("", 0.0), total
+
+
+def _reports() -> bool:
+    """Whether this rank's token values are the ones that count: last stage, first of its tensor-parallel group."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+    )
+
+
+def run_pass(
+    chunks: list[Any], micro_batches: list[MicroBatch], loss_fn: LossFn | None, *, entropy: bool
+) -> PassResult:
+    """Forward every micro-batch, and with a ``loss_fn`` backward too (gradients accumulate in the DDP buffers).
+
+    Args:
+        chunks: this rank's model chunks (DDP-wrapped for training).
+        micro_batches: equally many on every data-parallel rank.
+        loss_fn: see ``Policy.train_step``; None runs forward only.
+    """
+    results: list[MicroResult] = []
+
+    def forward_step(iterator: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        micro_batch = next(iterator)
+        output = model(
+            micro_batch.input_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.attention
+        )
+        return output, partial(_finish, micro_batch, loss_fn, entropy, results)
+
+    iterators = [iter(micro_batches) for _ in chunks]
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=max(batch.input_ids.shape[1] for batch in micro_batches),
+        micro_batch_size=1,
+        forward_only=loss_fn is None,
+    )
+    return PassResult(results)
+
+
+def _finish(
+    micro_batch: MicroBatch, loss_fn: LossFn | None, entropy: bool, results: list[MicroResult], logits: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's loss function: (loss, token count, report); the count is ignored by our gradient finalisation."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    logprobs, entropies = token_logprobs(logits, micro_batch, group, entropy=entropy)
+    packed, loss, stats = micro_batch.packed, None, {}
+    if loss_fn is not None and len(packed) > 0:
+        loss, stats = loss_fn(packed, logprobs, entropies)
+    results.append(
+        MicroResult(
+            packed.flat_index,
+            logprobs.detach(),
+            entropies.detach(),
+            None if loss is None else loss.detach().clone(),
+            {name: value.detach() for name, value in stats.items()},
+        )
+    )
+    if loss is None or not loss.requires_grad:
+        # Padding, or nothing to learn here: the backward pass must run all the same, for its collectives.
+        loss = logprobs.sum() * 0.0
+    count = torch.tensor(len(packed), dtype=torch.int, device=logits.device)
+    return loss, count, {}

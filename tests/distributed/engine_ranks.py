@@ -1,0 +1,157 @@
+"""Runs on every rank: one policy per layout, compared on rank 0 with what transformers computed.
+
+usage: engine_ranks.py DIRECTORY LAYOUT…   with LAYOUT like moe:tp2:ep2:pp2:vpp2
+DIRECTORY holds, for each kind of model, what tests.engine_reference.write_reference wrote; findings.json goes there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_async.config.schema import LayoutConfig, ModelConfig, TrainerConfig
+from megatron_async.engine import platform
+from megatron_async.engine.hf_export import ExportPlan
+from megatron_async.engine.hf_reader import CheckpointReader
+from megatron_async.engine.policy import Policy, TrainStepResult
+from tests.engine_batches import OPTIMIZER, make_sequences, step_batches, weighted_loss
+
+FIELDS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def parse_layout(text: str, world_size: int) -> tuple[str, LayoutConfig]:
+    """Split "moe:tp2:ep2" into the kind of model and the layout."""
+    kind, *parts = text.split(":")
+    sizes = {}
+    for part in parts:
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        assert match is not None, part
+        sizes[FIELDS[match[1]]] = int(match[2])
+    return kind, LayoutConfig(world_size=world_size, **sizes)
+
+
+def whole_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Whole gradients under Hugging Face names, on rank 0."""
+    pieces = policy.pieces(lambda parameter: parameter.main_grad)
+    stream = ExportPlan(policy.table, pieces).stream()
+    return {name: tensor.clone() for name, tensor in stream if tensor is not None}
+
+
+def worst_relative(values: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest max|Δ| / max|reference| over the tensors, and the tensor it is in."""
+    errors = {
+        name: ((value - reference[name]).abs().max() / reference[name].abs().max()).item()
+        for name, value in values.items()
+    }
+    worst = max(errors, key=errors.__getitem__, default="")
+    return errors.get(worst, 0.0), worst
+
+
+def train_once(policy: Policy) -> TrainStepResult:
+    sequences = make_sequences()
+    return policy.train_step(sequences, weighted_loss(sum(map(len, sequences))))
+
+
+def inspect_gradients(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
+    """Log-probs, loss, element-wise gradients and exported bits of one layout."""
+    trainer = TrainerConfig(use_distributed_optimizer=False, micro_batch_tokens=48)
+    model = ModelConfig(path=str(directory / "model"), dtype="float32")
+    policy = Policy.build(model, layout, trainer, replace(OPTIMIZER, clip_grad=0.0, lr=0.0))
+    exported = dict(policy.export())
+    logprobs, entropy = policy.logprobs(make_sequences(), entropy=True)
+    result = train_once(policy)
+    gradients = whole_gradients(policy)
+    if dist.get_rank() != 0:
+        return {}
+    reference = load_file(directory / "reference.safetensors")
+    reader = CheckpointReader(directory / "model")
+    differing = [
+        name
+        for name, tensor in exported.items()
+        if not torch.equal(tensor, reader.read(name, tuple((0, n) for n in tensor.shape)))
+    ]
+    own = np.stack([np.concatenate(logprobs), np.concatenate(entropy)])
+    worst, name = worst_relative(
+        gradients, {key[5:]: value for key, value in per_expert(reference).items() if key.startswith("grad.")}
+    )
+    return {
+        "token_error": float(np.abs(own - reference["tokens"].numpy()).max()),
+        "train_logprob_error": float(np.abs(np.concatenate(result.logprobs) - own[0]).max()),
+        "loss_error": abs(result.loss - reference["loss"].item()),
+        "tokens_counted": result.stats["tokens"],
+        "gradient_error": worst,
+        "gradient_tensor": name,
+        "gradients_compared": len(gradients),
+        "export_differs": differing,
+        "exported": len(exported),
+    }
+
+
+def inspect_steps(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
+    """Weights after a few steps with the distributed optimiser, clipping and a schedule, against torch's AdamW."""
+    trainer = TrainerConfig(use_distributed_optimizer=True, micro_batch_tokens=48)
+    model = ModelConfig(path=str(directory / "model"), dtype="float32")
+    policy = Policy.build(model, layout, trainer, OPTIMIZER)
+    norms = []
+    for sequences in step_batches():
+        norms.append(policy.train_step(sequences, weighted_loss(sum(map(len, sequences)))).grad_norm)
+    weights = {name: tensor.clone() for name, tensor in policy.export() if tensor is not None}
+    if dist.get_rank() != 0:
+        return {}
+    reference = per_expert(load_file(directory / "reference.safetensors"))
+    stepped = {key[8:]: value for key, value in reference.items() if key.startswith("stepped.")}
+    expected = torch.tensor(reference["norms"].tolist())
+    worst, name = worst_relative(weights, stepped)
+    return {
+        "step_error": worst,
+        "step_tensor": name,
+        "norm_error": ((torch.tensor(norms) - expected) / expected).abs().max().item(),
+    }
+
+
+def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Split transformers' fused experts into the published per-expert tensors."""
+    result = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".experts.")
+        if last == "gate_up_proj":
+            for e, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
+                result[f"{prefix}.experts.{e}.gate_proj.weight"] = gate
+                result[f"{prefix}.experts.{e}.up_proj.weight"] = up
+        elif last == "down_proj":
+            result |= {f"{prefix}.experts.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
+        else:
+            result[name] = tensor
+    return result
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    findings = {}
+    for text in sys.argv[2:]:
+        kind, layout = parse_layout(text, int(os.environ["WORLD_SIZE"]))
+        findings[text] = inspect_gradients(directory / kind, layout) | inspect_steps(directory / kind, layout)
+    if dist.get_rank() == 0:
+        (directory / "findings.json").write_text(json.dumps(findings, indent=1))
+    platform.shutdown()
+
+
+if __name__ == "__main__":
+    main()
