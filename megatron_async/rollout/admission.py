@@ -8,9 +8,10 @@ Invariants
   while a long trajectory runs, `oldest_running` keeps younger ones from overtaking it beyond the bound.
 - Everything is relative to the version that the run started or resumed at.
 
-Symbols: B = trajectories per trainer step (`groups * group_size`), n = `steps_per_version`, trainer steps per
-published version. One version therefore consumes n*B trajectories, and the i-th trajectory that is trained after
-the start (counted from 0) is trained at version `start_version + i // (n*B)`.
+Symbols: B = trajectories per trainer step (`groups * group_size`). Versions count policy updates, one per step, so a
+version consumes B trajectories and the i-th trajectory trained after the start (i from 0) is trained at version
+`start_version + i // B`. With lag-n publishing the engines sample with the last published version, up to n - 1 updates
+behind the trainer's; that lag is part of the staleness and has to fit into the bound.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dataclasses import dataclass
 class StalenessAdmission:
     """Capacity in trajectories under a bound on version staleness.
 
-    bound: largest allowed (version at training) - (version that sampled the token), >= 0; 0 is synchronous.
-    batch: B, trajectories per trainer step. start_version: version at the start or resume of the run.
-    steps_per_version: n, trainer steps per published version (lag-n publishing), >= 1.
+    bound: largest allowed (trainer's version when a token is trained) - (version that sampled it), >= 0; 0 is
+    synchronous. batch: B, trajectories per trainer step. start_version: version at the start or resume of the run.
+    publish_every: n, trainer steps per publishing, >= 1. Raises ValueError when bound < n - 1: the engines' version
+    would reach the bound before the next publishing, and trainer and rollout would wait for each other for ever.
 
     >>> StalenessAdmission(bound=2, batch=4, start_version=100).capacity(version=100, accepted=0, running=0)
     12
@@ -33,35 +35,39 @@ class StalenessAdmission:
     bound: int
     batch: int
     start_version: int = 0
-    steps_per_version: int = 1
+    publish_every: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("bound", 0), ("batch", 1), ("start_version", 0), ("steps_per_version", 1)):
+        for name, least in (("bound", 0), ("batch", 1), ("start_version", 0), ("publish_every", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.bound < self.publish_every - 1:
+            raise ValueError(
+                f"max_staleness={self.bound} is too small for publishing every {self.publish_every} steps: engines lag "
+                f"up to {self.publish_every - 1} versions behind; set rollout.max_staleness to at least that"
+            )
 
     def capacity(self, version: int, accepted: int, running: int, oldest_running: int | None = None) -> int:
         """How many trajectories may start now (>= 0).
 
-        (bound + version - start_version + 1) * n*B - (accepted + running)
+        (bound + version - start_version + 1) * B - (accepted + running)
 
-        version: the published version. accepted: trajectories finished since the start and not thrown away (waiting,
-        reserved or trained). running: trajectories started and not finished, members that still wait for a slot
-        included. oldest_running: version at which the oldest running trajectory started; `version` is replaced by it,
-        so that everything admitted fits into the batches up to `oldest_running + bound`, the last of which then cannot
-        be filled without that trajectory. A trajectory already beyond its bound is past help and holds nobody back.
-        Raises ValueError when version < start_version (numbering goes on after a resume; it never goes back).
+        version: the version that the engines sample with. accepted: trajectories finished since the start and not
+        thrown away (waiting, reserved or trained). running: trajectories started and not finished, members that still
+        wait for a slot included. oldest_running: version at which the oldest running trajectory started; `version` is
+        replaced by it, so that everything admitted fits into the batches up to `oldest_running + bound`, the last of
+        which then cannot be filled without that trajectory. A trajectory already beyond its bound is past help and
+        holds nobody back. Raises ValueError when version < start_version (make a new rule after a resume).
         """
         if version < self.start_version:
             raise ValueError(
-                f"version {version} is below start_version {self.start_version}: version numbers only grow; "
-                "create a new StalenessAdmission after a resume"
+                f"version {version} is below start_version {self.start_version}: create a new StalenessAdmission "
+                "when a run is resumed from an earlier version"
             )
         reference = version
         if oldest_running is not None and oldest_running >= version - self.bound:
             reference = min(version, oldest_running)
-        allowed = (self.bound + reference - self.start_version + 1) * self.steps_per_version * self.batch
-        return max(0, allowed - (accepted + running))
+        return max(0, (self.bound + reference - self.start_version + 1) * self.batch - (accepted + running))
 
     def groups(
         self, version: int, accepted: int, running: int, group_size: int, oldest_running: int | None = None
@@ -69,14 +75,13 @@ class StalenessAdmission:
         """How many whole groups may start now: `capacity` rounded down to groups of `group_size`."""
         return self.capacity(version, accepted, running, oldest_running) // group_size
 
-    def consumed(self, version: int, steps_since_version: int = 0) -> int:
-        """Trajectories that the trainer has consumed since the start, when `version` is published.
+    def consumed(self, version: int) -> int:
+        """Trajectories trained on the way from start_version to the trainer's `version`.
 
-        steps_since_version: steps committed since `version` was published (0 to n-1; always 0 when n = 1). Derived
-        from the version, so that a restarted rollout agrees with one that has watched from the beginning.
+        Derived from the version and not counted, so that a restarted rollout agrees with one that has watched from the
+        beginning, and a batch without a signal, which makes no version, does not use up capacity for ever.
         """
-        steps = (version - self.start_version) * self.steps_per_version + steps_since_version
-        return steps * self.batch
+        return max(0, version - self.start_version) * self.batch
 
 
 @dataclass(slots=True)

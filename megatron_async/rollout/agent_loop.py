@@ -156,7 +156,7 @@ async def run_episode(
     trajectory: empty, with its ids and sampling parameters. progress: filled while the episode runs. on_tokens:
     called with the number of new tokens whenever some arrive. `trajectory.info` gets: `ending` (done, max_turns,
     max_tokens, max_new_tokens, environment_truncated, or the kind of failure), `reward` (the environment's own
-    info), `failure` (message, when it failed), and what `EpisodeProgress` counts.
+    info), `reason` and `failure` (kind and message, when it failed), and what `EpisodeProgress` counts.
 
     Failures of the environment or the engines end the trajectory with a status; they are not raised. Errors of this
     program (a template that cannot encode, a bug) and cancellation are raised, after the environment was closed.
@@ -166,7 +166,7 @@ async def run_episode(
     try:
         ending = await _within_life(episode, limits.trajectory_deadline_s)
     except EpisodeFailure as failure:
-        ending = _Ending(failure.status, failure.kind, None, {"failure": str(failure)})
+        ending = _Ending(failure.status, failure.kind, None, {"reason": failure.kind, "failure": str(failure)})
         logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
     finally:
         await _close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
@@ -281,10 +281,12 @@ class _Episode:
             async with asyncio.timeout(self.limits.turn_deadline_s) as deadline:
                 return await call
         except EnvironmentFailure as error:
-            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", f"{what}: {error}") from error
+            message = f"{what}: {error}"
+            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", message) from error
         except Exception as error:  # environments are users' code: their bugs are failures of the environment
             if deadline.expired():
-                message = f"{what} gave no answer in {self.limits.turn_deadline_s:g} s (rollout.turn_deadline_s)"
+                limit = f"{self.limits.turn_deadline_s:g} s (rollout.turn_deadline_s)"
+                message = f"{what} gave no answer in {limit}"
                 raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_timeout", message) from error
             logger.exception("the environment raised in %s", what)
             message = f"{what} raised {type(error).__name__}: {error}"
@@ -331,7 +333,7 @@ class _Episode:
             if reason is not None:
                 return reason
             self.progress.resubmissions += 1
-            if len(self.trajectory) == before:  # aborted before its first token: do not spin on a closing engine
+            if len(self.trajectory) == before:  # do not spin on an engine that aborts everything
                 await asyncio.sleep(_RETRY_PAUSE_S)
 
     def _give_up_if(self, failures: int, error: EngineError) -> None:
@@ -339,9 +341,8 @@ class _Episode:
         refused = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
         if refused or failures > self.limits.max_retries:
             kind = "engine_timeout" if isinstance(error, EngineTimeout) else "engine_failure"
-            raise EpisodeFailure(
-                Status.ENGINE_ERROR, "engine_refused" if refused else kind, f"{failures} failed requests: {error}"
-            ) from error
+            message = f"{failures} failed requests: {error}"
+            raise EpisodeFailure(Status.ENGINE_ERROR, "engine_refused" if refused else kind, message) from error
         self.progress.engine_failures += 1
         logger.warning("trajectory %s: request repeated: %s", self.trajectory.trajectory_id, error)
 
@@ -399,12 +400,13 @@ class _Episode:
             raise EngineError(f"the answer does not fit its trajectory: {error}") from error
 
     def _version_spans(self, spans: list[Span]) -> list[VersionSpan]:
-        """The engine's spans; where KV survives updates, flagged with the oldest version whose KV may still be there."""
+        """The engine's spans; where KV survives updates, flagged with the oldest version whose KV may be left."""
         oldest = self.trajectory.min_version
         if oldest is None and spans:
             oldest = spans[0].version
         kept = oldest if self.limits.stale_kv else None
-        return [
-            VersionSpan(span.version, span.start, span.end, kept if span.kv_version is None else span.kv_version)
-            for span in spans
-        ]
+        placed = []
+        for span in spans:
+            kv_version = kept if span.kv_version is None else span.kv_version
+            placed.append(VersionSpan(span.version, span.start, span.end, kv_version))
+        return placed

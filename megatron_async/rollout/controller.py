@@ -1,0 +1,412 @@
+"""The rollout process: decides what is played, plays it, and hands it to the bank.
+
+Invariants
+- A group is started only when `StalenessAdmission` has room for all its members; running and waiting trajectories,
+  those of the step in progress included, are counted.
+- At most `rollout.concurrency` episodes run; members of an admitted group wait for their turn.
+- Every group that was started either completes or is given up and counted; its room is free again either way. Nothing
+  that happens to one group stops another.
+- A failed attempt is repeated under a budget, as a new trajectory; it is never a reward.
+- The prompt cursor and every group are in the bank before the first token is sampled: a restarted rollout completes
+  the groups that were open and goes on with unused prompts.
+- An exception anywhere ends `run`; nothing is swallowed. After a silence, the log says what everything waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.observe import StatusWriter, Timeline
+from megatron_async.rollout.admission import StalenessAdmission
+from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, EpisodeProgress, run_episode
+from megatron_async.rollout.chat import ChatFormat
+from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
+from megatron_async.rollout.engines import EngineVersions, build_pool, engine_urls
+from megatron_async.rollout.environments import build_task_source
+from megatron_async.rollout.environments.base import Task, TaskSource
+from megatron_async.rollout.ledger import BankView, Ledger
+from megatron_async.rollout.prompts import PromptStream, cursor_of, group_id
+from megatron_async.rollout.sampling import training_sampling
+from megatron_async.trajectory import Trajectory
+from sglang_bridge import EnginePool
+
+logger = logging.getLogger(__name__)
+
+_STATUS_S = 0.5
+_SILENCE_S = 60.0
+_LEAST_PAUSE_S = 0.01
+_LONGEST_RETRY_PAUSE_S = 5.0
+_HOPELESS_GROUPS = 8
+
+
+class RolloutFailure(UserError):
+    """No episode can be finished any more; the message says what kept failing."""
+
+
+class _Stopped(Exception):
+    """Ends the task group when the run is over or a stop was asked for."""
+
+
+class _MemberFailed(Exception):
+    """One member of a group used up its attempts."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group in play. start_version: oldest version that may have sampled one of its tokens."""
+
+    group_id: str
+    task: Task
+    start_version: int
+    size: int
+    started: float
+    playing: set[str] = field(default_factory=set)
+    finished_lengths: list[int] = field(default_factory=list)
+
+
+class RolloutController:
+    """Plays groups of `batch.group_size` episodes per prompt until the bank says that the run is finished.
+
+    pool: engines that sample; also asked for the version they sample with. clock: monotonic seconds. status, timeline:
+    where to report; None reports nowhere.
+
+    Example::
+
+        controller = RolloutController(config, bank, pool, task_source, chat)
+        await controller.run()
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        bank: Bank,
+        pool: EnginePool,
+        task_source: TaskSource,
+        chat: Chat,
+        clock: Callable[[], float] = time.monotonic,
+        status: StatusWriter | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.config = config
+        self.counters = RolloutCounters()
+        self.lag = LoopLag()
+        self._pool = pool
+        self._engines = EngineVersions(pool)
+        self._source = task_source
+        self._chat = chat
+        self._clock = clock
+        self._status = status
+        self._timeline = timeline
+        self._ledger = Ledger(bank)
+        self._prompts = PromptStream(task_source, config.seed)
+        self._limits = EpisodeLimits.from_config(config)
+        self._sampling = training_sampling(config.rollout)
+        self._admission: StalenessAdmission | None = None
+        self._cursor = 0
+        self._version = 0
+        self._groups: dict[str, _Group] = {}
+        self._live: dict[str, Running] = {}
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        # Members of admitted groups whose end the last look at the bank has not seen, and those of them whose end
+        # is in the bank by now: a member is counted as running until a look has counted it as finished.
+        self._unfinished = 0
+        self._unseen = 0
+        self._news = asyncio.Event()
+        self._waiting_for = "the bank"
+        self._stop_reason = ""
+        self._last_event = self._last_success = clock()
+
+    def stop(self, reason: str) -> None:
+        """End `run` soon: running episodes are given up, finished ones kept. May be called by a signal handler."""
+        logger.info("rollout stops: %s", reason)
+        self._stop_reason = reason
+        self._news.set()
+
+    async def run(self) -> RolloutCounters:
+        """Roll out until the bank's phase is finished or `stop` was called.
+
+        Raises RolloutFailure when groups keep failing and nothing finishes, and whatever else goes wrong in any part.
+        """
+        try:
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(self.lag.measure(), name="loop lag")
+                parts.create_task(self._watch(), name="watch")
+                parts.create_task(self._admit(parts), name="admission")
+        except BaseExceptionGroup as errors:
+            _, defects = errors.split(_Stopped)
+            if defects is not None:
+                raise _first_leaf(defects) from defects
+        finally:
+            await self._leave()
+        return self.counters
+
+    async def _leave(self) -> None:
+        """Nothing this process started stays marked as running."""
+        left = [member for group in self._groups.values() for member in group.playing]
+        self._groups.clear()
+        if left:
+            await self._ledger.abandon(left, self._stop_reason or "the rollout ended")
+        self._report("finished")
+        self._ledger.close()
+
+    # ------------------------------------------------------------------ admission
+
+    async def _admit(self, parts: asyncio.TaskGroup) -> None:
+        await self._recover(parts)
+        while True:
+            view = await self._look()
+            self._raise_if_hopeless()
+            for _ in range(await self._room(view)):
+                await self._open_group(parts)
+            await self._until_news()
+
+    async def _recover(self, parts: asyncio.TaskGroup) -> None:
+        """Complete the groups that an earlier rollout left open, once the engines have said their version."""
+        cursor, open_groups = await self._ledger.recover("the rollout that played it ended")
+        self._cursor = max([cursor, *(cursor_of(group.group_id) + 1 for group in open_groups)])
+        while (sampling := await self._engines.refresh((await self._look()).version)) is None:
+            self._waiting_for = f"the engines: {self._engines.problem}"
+            await self._until_news()
+        for left in open_groups:
+            missing = self.config.batch.group_size - left.waiting
+            if missing > 0 and not left.closed:
+                await self._resume_group(parts, left, missing, min(sampling, self._version))
+
+    async def _look(self) -> BankView:
+        """What the bank says now; ends everything when the run is over or a stop was asked for."""
+        settled = self._unseen
+        view = await self._ledger.look()
+        self._unfinished -= settled
+        self._unseen -= settled
+        if view.finished or self._stop_reason:
+            raise _Stopped
+        if view.version != self._version:
+            self._version, self._last_event = view.version, self._clock()
+        return view
+
+    async def _room(self, view: BankView) -> int:
+        """Whole groups that may start now, under the staleness bound and the bound on concurrency."""
+        rollout, size = self.config.rollout, self.config.batch.group_size
+        await self._engines.refresh(view.version)
+        sampling = self._sampling_version()
+        admission = self._admission_from(sampling)
+        oldest = min((group.start_version for group in self._groups.values()), default=None)
+        accepted = admission.consumed(view.version) + view.waiting
+        running = max(self._unfinished, view.running)
+        free = admission.groups(sampling, accepted, running, size, oldest)
+        playing = self._unfinished - self._unseen
+        slots = math.ceil((rollout.concurrency - playing) / size)
+        if free == 0:
+            self._waiting_for = self._why_no_room(view, sampling, running, oldest)
+        else:
+            self._waiting_for = "" if slots > 0 else f"a free place (rollout.concurrency={rollout.concurrency})"
+        return max(0, min(free, slots))
+
+    def _sampling_version(self) -> int:
+        """The version that tokens sampled from now on have at least."""
+        assert self._engines.version is not None
+        return min(self._engines.version, self._version)
+
+    def _admission_from(self, version: int) -> StalenessAdmission:
+        """The admission rule; it starts afresh when versions go back because the run was resumed from a checkpoint."""
+        if self._admission is None or version < self._admission.start_version:
+            bound, batch = self.config.rollout.max_staleness, self.config.batch.trajectories
+            self._admission = StalenessAdmission(bound, batch, version, self.config.publish.every)
+        return self._admission
+
+    def _why_no_room(self, view: BankView, sampling: int, running: int, oldest: int | None) -> str:
+        held = f", the oldest of them since {oldest}" if oldest is not None and oldest < sampling else ""
+        return (
+            f"the trainer: {view.waiting} trajectories wait and {running} run at version {view.version}"
+            f"{held} (rollout.max_staleness={self.config.rollout.max_staleness})"
+        )
+
+    async def _until_news(self) -> None:
+        """Until a member finished, a stop was asked for, or it is time to look at the bank again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.rollout.poll_s):
+                await self._news.wait()
+        self._news.clear()
+        await asyncio.sleep(_LEAST_PAUSE_S)
+
+    # ------------------------------------------------------------------ groups
+
+    async def _open_group(self, parts: asyncio.TaskGroup) -> None:
+        cursor = self._cursor
+        self._cursor += 1
+        task, size = self._prompts.task(cursor), self.config.batch.group_size
+        group = self._new_group(group_id(cursor), task, self._sampling_version(), size)
+        members = [self._new_trajectory(group) for _ in range(group.size)]
+        await self._ledger.open_group(members, cursor + 1)
+        parts.create_task(self._play_group(group, members), name=group.group_id)
+
+    async def _resume_group(self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int) -> None:
+        """Play what is missing of a group; the members that had finished are kept."""
+        logger.info("group %s goes on: %d of its members wait, %d are missing", left.group_id, left.waiting, missing)
+        group = self._new_group(left.group_id, Task(left.prompt_id, left.task), version, missing)
+        members = [self._new_trajectory(group) for _ in range(missing)]
+        await self._ledger.start(members)
+        parts.create_task(self._play_group(group, members), name=group.group_id)
+
+    def _new_group(self, name: str, task: Task, version: int, size: int) -> _Group:
+        group = _Group(name, task, version, size, time.time())
+        self._groups[name] = group
+        self._unfinished += size
+        return group
+
+    def _new_trajectory(self, group: _Group) -> Trajectory:
+        name = f"{group.group_id}-{uuid.uuid4().hex[:12]}"
+        group.playing.add(name)
+        return Trajectory(name, group.group_id, group.task.task_id, self._sampling, group.task.data)
+
+    async def _play_group(self, group: _Group, members: list[Trajectory]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for trajectory in members:
+                    tasks.create_task(self._play_member(group, trajectory), name=trajectory.trajectory_id)
+        except* _MemberFailed as failures:
+            await self._give_up(group, str(_first_leaf(failures)))
+        else:
+            self.counters.groups_finished += 1
+            self._record("group", group.start_version, group.started)
+        del self._groups[group.group_id]
+        self._news.set()
+
+    async def _give_up(self, group: _Group, reason: str) -> None:
+        logger.warning("group %s is given up: %s", group.group_id, reason)
+        await self._ledger.give_up(group.group_id, sorted(group.playing), reason)
+        self.counters.record_abandoned(group.finished_lengths)
+        self._unseen += group.size - len(group.finished_lengths)
+
+    async def _play_member(self, group: _Group, trajectory: Trajectory) -> None:
+        """Play until an attempt finishes; raises _MemberFailed when none of them did."""
+        attempts = 1 + self.config.rollout.max_retries
+        for attempt in range(attempts):
+            if attempt:
+                self.counters.retried += 1
+                await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_RETRY_PAUSE_S))
+                trajectory = self._new_trajectory(group)
+                await self._ledger.start([trajectory])
+            await self._play(group.task, trajectory)
+            state = await self._ledger.finish(trajectory)
+            group.playing.discard(trajectory.trajectory_id)
+            self.counters.record(trajectory, self._version)
+            self._last_event = self._clock()
+            if state is not State.FAILED:
+                group.finished_lengths.append(trajectory.num_action_tokens)
+                self._last_success = self._clock()
+                self._unseen += 1
+                self._news.set()
+                return
+        raise _MemberFailed(
+            f"{attempts} attempts of one member failed (rollout.max_retries={attempts - 1}); the last one: "
+            f"{trajectory.info.get('ending')}: {trajectory.info.get('failure', trajectory.status)}"
+        )
+
+    async def _play(self, task: Task, trajectory: Trajectory) -> None:
+        async with self._slots:
+            running = Running(EpisodeProgress(), self._clock())
+            started = time.time()
+            self._live[trajectory.trajectory_id] = running
+            try:
+                await run_episode(
+                    self._pool,
+                    self._chat,
+                    self._source.environment(task),
+                    trajectory,
+                    self._limits,
+                    running.progress,
+                    self._count_tokens,
+                )
+            finally:
+                del self._live[trajectory.trajectory_id]
+                self._record("episode", self._version, started)
+
+    def _count_tokens(self, count: int) -> None:
+        self.counters.add_tokens(count)
+        self._last_event = self._clock()
+
+    def _raise_if_hopeless(self) -> None:
+        """A run in which groups only fail ends with the reason, instead of going on in silence."""
+        silent = self._clock() - self._last_success
+        counters = self.counters
+        if counters.consecutive_abandoned >= _HOPELESS_GROUPS and silent > self.config.rollout.turn_deadline_s:
+            raise RolloutFailure(
+                f"{counters.consecutive_abandoned} groups in a row were given up and no episode finished for "
+                f"{silent:.0f} s (rollout.turn_deadline_s={self.config.rollout.turn_deadline_s:g}). Failures by kind: "
+                f"{dict(counters.failed)}; the last one: {counters.last_failure}"
+            )
+
+    # ------------------------------------------------------------------ watching
+
+    async def _watch(self) -> None:
+        """Report regularly; after a silence, say in the log what everything waits for, then ever more rarely."""
+        patience = _SILENCE_S
+        while True:
+            self._report("running")
+            silent = self._clock() - self._last_event
+            if silent < _SILENCE_S:
+                patience = _SILENCE_S
+            elif silent >= patience:
+                patience *= 2
+                line = describe_waiting(self._live.values(), self._clock(), self._waiting_for)
+                logger.warning("nothing happened for %.0f s: %s", silent, line)
+            await asyncio.sleep(_STATUS_S)
+
+    def _report(self, phase: str) -> None:
+        if self._status is None:
+            return
+        numbers = {
+            **self.counters.as_dict(self._clock()),
+            "running": len(self._live),
+            "queued": self._unfinished - self._unseen - len(self._live),
+            "groups_open": len(self._groups),
+            "version": self._version,
+            "engine_version": -1 if self._engines.version is None else self._engines.version,
+            "loop_lag_p99_ms": self.lag.p99_ms(),
+        }
+        self._status.set(phase, self._waiting_for if phase == "running" else "", numbers)
+
+    def _record(self, stage: str, version: int, started: float) -> None:
+        if self._timeline is not None:
+            self._timeline.record(stage, version, started, time.time())
+
+
+def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real exception inside nested groups."""
+    first = errors.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def main(config: RunConfig) -> int:
+    """`megatron-async rollout`: roll out against the engines of the run's folder until the run is finished.
+
+    SIGINT and SIGTERM stop it: running episodes are given up, finished ones are in the bank. Returns the exit code.
+    """
+    return asyncio.run(_main(config))
+
+
+async def _main(config: RunConfig) -> int:
+    chat = ChatFormat(config.model.path)
+    source = build_task_source(config.environment, "train", config.seed)
+    status, timeline = StatusWriter(config.run_path, "rollout"), Timeline(config.run_path, "rollout")
+    async with build_pool(config, engine_urls(config.run_path)) as pool:
+        with Bank.open(config.bank_url) as bank:
+            controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, controller.stop, number.name)
+            await controller.run()
+    timeline.close()
+    return 0

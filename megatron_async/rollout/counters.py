@@ -1,0 +1,135 @@
+"""What a rollout has done and is doing, as numbers; and how late its event loop is.
+
+Invariants: a finished trajectory is counted once, a failed one once under its kind; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_async.rollout.admission import LengthBias
+from megatron_async.rollout.agent_loop import EpisodeProgress
+from megatron_async.trajectory import Trajectory
+
+_RATE_WINDOW_S = 10.0
+_RECENT = 256
+_LAG_INTERVAL_S = 0.05
+
+
+@dataclass(slots=True)
+class RolloutCounters:
+    """Totals since this process started.
+
+    finished: trajectories with status ok or truncated. failed: the others, by kind (the episode's `ending`).
+    retried: attempts made again. groups_finished, groups_abandoned: groups all of whose members finished; groups given
+    up because a member failed too often. consecutive_abandoned: since a trajectory last finished. generated_tokens:
+    tokens sampled, those of failed attempts included. lengths: kept and dropped lengths.
+    """
+
+    finished: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    retried: int = 0
+    groups_finished: int = 0
+    groups_abandoned: int = 0
+    consecutive_abandoned: int = 0
+    generated_tokens: int = 0
+    last_failure: str = ""
+    lengths: LengthBias = field(default_factory=LengthBias)
+    _gaps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _rate: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add_tokens(self, count: int) -> None:
+        self.generated_tokens += count
+
+    def record(self, trajectory: Trajectory, version: int) -> None:
+        """Count a finished attempt; `version` is the policy version at this moment."""
+        length = trajectory.num_action_tokens
+        if trajectory.status.trainable:
+            self.finished += 1
+            self.consecutive_abandoned = 0
+            self.lengths.keep(length)
+            gaps = version - trajectory.versions[trajectory.loss_mask]
+            if len(gaps):
+                self._gaps.append((float(gaps.mean()), int(gaps.max())))
+        else:
+            self.failed[str(trajectory.info.get("ending", trajectory.status))] += 1
+            self.last_failure = str(trajectory.info.get("failure", ""))
+            self.lengths.drop(length)
+
+    def record_abandoned(self, finished_lengths: Iterable[int]) -> None:
+        """Count a group given up; finished_lengths: action tokens of the members that had finished."""
+        self.groups_abandoned += 1
+        self.consecutive_abandoned += 1
+        for length in finished_lengths:
+            self.lengths.kept -= 1
+            self.lengths.kept_tokens -= length
+            self.lengths.drop(length)
+
+    def tokens_per_second(self, now: float) -> float:
+        """Mean rate over the last ten seconds of calls; `now` in seconds of any monotonic clock."""
+        self._rate.append((now, self.generated_tokens))
+        while len(self._rate) > 2 and self._rate[1][0] <= now - _RATE_WINDOW_S:
+            self._rate.popleft()
+        (start, before), (end, after) = self._rate[0], self._rate[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    def as_dict(self, now: float) -> dict[str, float]:
+        """Flat numbers for the status file. Staleness is that of recently finished trajectories, in versions."""
+        gaps = list(self._gaps)
+        return {
+            "generated_tokens": self.generated_tokens,
+            "tokens_per_second": self.tokens_per_second(now),
+            "finished": self.finished,
+            "failed": sum(self.failed.values()),
+            **{f"failed/{kind}": count for kind, count in sorted(self.failed.items())},
+            "retried": self.retried,
+            "groups_finished": self.groups_finished,
+            "groups_abandoned": self.groups_abandoned,
+            "staleness_mean": float(np.mean([mean for mean, _ in gaps])) if gaps else 0.0,
+            "staleness_max": float(max((worst for _, worst in gaps), default=0)),
+            **{f"length/{name}": value for name, value in self.lengths.as_dict().items()},
+        }
+
+
+class LoopLag:
+    """How much later than asked the event loop wakes a sleeper; a blocking call anywhere shows up here."""
+
+    def __init__(self) -> None:
+        self._lags: deque[float] = deque(maxlen=1200)  # the last minute
+
+    async def measure(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self._lags.append(max(0.0, time.monotonic() - before - _LAG_INTERVAL_S))
+
+    def p99_ms(self) -> float:
+        """99th percentile of the last minute, in milliseconds; 0 before the first measurement."""
+        return float(np.percentile(self._lags, 99)) * 1e3 if self._lags else 0.0
+
+
+@dataclass(slots=True)
+class Running:
+    """An episode in progress: what it does, and since when (monotonic seconds)."""
+
+    progress: EpisodeProgress
+    since: float
+
+
+def describe_waiting(running: Iterable[Running], now: float, admission: str) -> str:
+    """One line on what everything waits for: running episodes by what they await, the oldest of them, admission."""
+    episodes = list(running)
+    kinds = Counter(episode.progress.waiting_for for episode in episodes)
+    parts = [f"{count} wait for {what}" for what, count in kinds.most_common()]
+    if episodes:
+        parts.append(f"the oldest runs for {max(now - episode.since for episode in episodes):.0f} s")
+    else:
+        parts.append("no episode is running")
+    return "; ".join([*parts, f"admission: {admission or 'open'}"])

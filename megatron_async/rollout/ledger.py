@@ -1,0 +1,120 @@
+"""The rollout's side of the bank: every call on one thread of its own, so that the event loop never waits for a disk.
+
+Invariants
+- Calls reach the bank one after another in the order in which they were made.
+- A look counts trajectories before it reads the version. If a step is committed in between, the step's trajectories
+  are counted although its version is already the new one, which makes admission too strict for a moment, never too
+  generous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.trajectory import Trajectory
+
+T = TypeVar("T")
+
+PHASE = "phase"
+"""Key of the run's phase in the bank's key-value table."""
+FINISHED = "finished"
+"""Value of `PHASE` after which nothing more is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BankView:
+    """What the bank said at one moment.
+
+    version: the current policy version. running: trajectories that some rollout plays. waiting: finished and not yet
+    trained, those reserved by the step in progress included. trained, stale: totals. finished: the run is over.
+    """
+
+    version: int
+    running: int
+    waiting: int
+    trained: int
+    stale: int
+    finished: bool
+
+
+class Ledger:
+    """Asynchronous access to a `Bank` for one rollout; `cursor_name` keeps the place in the stream of prompts."""
+
+    def __init__(self, bank: Bank, cursor_name: str = "prompts/train") -> None:
+        self._bank = bank
+        self._cursor_name = cursor_name
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bank")
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def look(self) -> BankView:
+        return await self._call(self._look)
+
+    def _look(self) -> BankView:
+        counts = self._bank.counts()
+        return BankView(
+            version=self._bank.current_version(),
+            running=counts[State.RUNNING],
+            waiting=counts[State.FINISHED] + counts[State.RESERVED],
+            trained=counts[State.TRAINED],
+            stale=counts[State.STALE],
+            finished=self._bank.get_state(PHASE) == FINISHED,
+        )
+
+    async def recover(self, reason: str) -> tuple[int, list[OpenGroup]]:
+        """(prompt cursor, groups that are not done), after giving up what an earlier process left running."""
+
+        def work() -> tuple[int, list[OpenGroup]]:
+            self._bank.abandon_running(reason)
+            return self._bank.load_cursor(self._cursor_name), self._bank.open_groups()
+
+        return await self._call(work)
+
+    async def open_group(self, trajectories: Sequence[Trajectory], cursor: int) -> None:
+        """Record the members of a new group as running, then that the prompts up to `cursor` are issued.
+
+        In this order: a crash in between leaves a group that `recover` returns, not a prompt that nobody plays.
+        """
+
+        def work() -> None:
+            for trajectory in trajectories:
+                self._bank.start_trajectory(trajectory)
+            self._bank.save_cursor(self._cursor_name, cursor)
+
+        await self._call(work)
+
+    async def start(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record further members of a group that is open."""
+
+        def work() -> None:
+            for trajectory in trajectories:
+                self._bank.start_trajectory(trajectory)
+
+        await self._call(work)
+
+    async def finish(self, trajectory: Trajectory) -> State:
+        """Record a finished trajectory; returns the state it got (finished, failed, or filtered as surplus)."""
+        return await self._call(lambda: self._bank.finish_trajectory(trajectory))
+
+    async def give_up(self, group: str, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Give a group up: its running members fail, its finished ones leave the queue."""
+
+        def work() -> None:
+            self._bank.abandon_running(reason, list(trajectory_ids))
+            self._bank.close_group(group, keep=False, reason=reason)
+
+        await self._call(work)
+
+    async def abandon(self, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Mark trajectories that were running as failed."""
+        await self._call(lambda: self._bank.abandon_running(reason, list(trajectory_ids)))
+
+    def close(self) -> None:
+        """Wait for the calls already made; the bank itself stays open."""
+        self._thread.shutdown(wait=True)
