@@ -1,0 +1,446 @@
+"""``Publisher``: brings version v + 1 of the weights to every engine, and proves it.
+
+Invariants
+- No token is sampled while weights are partly old and partly new: engines are paused over the whole update.
+- A version's label is set after all its weights are in (and, with a checksum, proven to be in), and never aborts
+  running requests: only ``pause_mode="abort"`` does, and those are counted.
+- Keys and values computed by old weights are flushed, except ``in_place``, which is chosen to keep them.
+- Unproven weights do not sample on: when an engine fails the proof, it is left paused and the error names it.
+- Every wait has the deadline, and the error names the engine (peer) and the step. After a failure the process
+  group is dropped; the next ``publish`` builds a new one. An update that fails before any weight moved resumes the
+  engines as they were.
+
+Pause modes: ``retract`` (requests wait, are recomputed under the new weights and go on), ``abort`` (requests end
+with what they have), ``in_place`` (requests go on over the old keys and values; clients made with
+``in_place_updates=True`` flag their tokens).
+
+Synchronous: it is called by the trainer's rank 0 while a collective generator yields the tensors one by one.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from torch import Tensor
+
+from sglang_bridge import platform
+from sglang_bridge.buckets import Bucket, pack
+from sglang_bridge.checksum import EngineChecksums
+from sglang_bridge.client import EngineClient, PauseMode
+from sglang_bridge.errors import EngineError, PublishError
+from sglang_bridge.event_loop import BackgroundLoop
+from sglang_bridge.weight_group import WeightGroup, address_towards
+
+T = TypeVar("T")
+
+_POLL_S = 0.0005
+# Buckets on their way at once: the engines load one while the next one is gathered and sent.
+_BUCKETS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A token sequence and its log-probs under the weights being published.
+
+    ``logprobs[t]`` = log p(token t | tokens < t) at temperature 1, token-aligned, ``[0]`` ignored. An engine passes
+    when the largest difference is at most ``tolerance``: above engine noise (1e-5 in float32, up to 0.2 in bfloat16
+    on a random tiny model), below what an update changes.
+    """
+
+    input_ids: Sequence[int]
+    logprobs: Sequence[float]
+    tolerance: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if len(self.input_ids) != len(self.logprobs) or len(self.input_ids) < 4:
+            raise ValueError(f"a canary needs at least 4 tokens and as many log-probs, got {len(self.input_ids)} and "
+                             f"{len(self.logprobs)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What one publication did.
+
+    ``seconds``: all of it; ``transfer_seconds``: from the first bucket to the last engine's acknowledgement;
+    ``paused_seconds``: how long engines did not sample. ``bytes``: sent to each engine. ``aborted_requests`` and
+    ``aborted_tokens`` (prompts included): what ``pause_mode="abort"`` ended. ``verified``: how, or ``""``.
+    """
+
+    version: int
+    seconds: float
+    paused_seconds: float
+    transfer_seconds: float
+    bytes: int
+    buckets: int
+    aborted_requests: int
+    aborted_tokens: int
+    verified: str
+
+
+@dataclass(slots=True)
+class _Progress:
+    """State of the publication that is running, for the report and for cleaning up."""
+
+    step: str = "pause"
+    paused_at: float = 0.0
+    touched: bool = False
+    bytes: int = 0
+    buckets: int = 0
+    transfer_seconds: float = 0.0
+    aborted_requests: int = 0
+    aborted_tokens: int = 0
+
+
+class Publisher:
+    """Sends weights to the engines at ``urls``.
+
+    Args:
+        transport: ``distributed`` (process group, flattened buckets) or ``disk`` (engines read a checkpoint).
+        backend: ``nccl`` or ``gloo``; None: what this machine has.
+        pause_mode: see the module.
+        bucket_bytes: size of one broadcast; two are held at a time on either side.
+        deadline_s: longest wait for any one step of any one engine.
+        address: where the engines reach this process; None: found from the engines' addresses.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        transport: Literal["distributed", "disk"] = "distributed",
+        backend: str | None = None,
+        pause_mode: PauseMode = "retract",
+        bucket_bytes: int = 256 * 2**20,
+        deadline_s: float = 120.0,
+        address: str | None = None,
+    ) -> None:
+        if not urls:
+            raise ValueError("a publisher needs at least one engine url")
+        if transport not in ("distributed", "disk") or pause_mode not in ("retract", "abort", "in_place"):
+            raise ValueError(f"unknown transport {transport!r} or pause mode {pause_mode!r}; transports are distributed "
+                             "and disk, modes are retract, abort and in_place")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        self.urls = [url.rstrip("/") for url in urls]
+        self.transport = transport
+        self.backend = backend or platform.default_backend()
+        self.pause_mode: PauseMode = pause_mode
+        self.bucket_bytes = bucket_bytes
+        self.deadline_s = deadline_s
+        self.address = address or address_towards(self.urls)
+        self.version: int | None = None  # last one published
+        self._loop = BackgroundLoop("publisher")
+        # An update call is not idempotent (its broadcast is consumed), so nothing is sent twice.
+        self._clients = [EngineClient(url, control_deadline_s=deadline_s, retries=0) for url in self.urls]
+        self._group: WeightGroup | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the process group and close all connections. Engines keep running. Idempotent."""
+        if not self._clients:
+            return
+        self._drop_group()
+        for client in self._clients:
+            self._loop.run(client.close())
+        self._clients = []
+        self._loop.close()
+
+    # -- the group --------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Reach every engine and, for ``distributed``, build the process group. Done by ``publish`` when needed.
+
+        Raises:
+            PublishError: names the engines that are missing.
+        """
+        infos = self._everywhere("connect", lambda client: client.info())
+        if self.transport == "disk" or self._group is not None:
+            return
+        sizes = [_engine_processes(info) for info in infos]
+        group = WeightGroup(self.address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
+        offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
+        joins = [self._loop.submit(client._call("POST", "/init_weights_update_group", {
+            "master_address": group.address, "master_port": group.port, "rank_offset": offset,
+            "world_size": group.world_size, "group_name": group.name, "backend": self.backend,
+        })) for client, offset in zip(self._clients, offsets)]
+        try:
+            group.join()
+        except RuntimeError as error:
+            group.close()
+            self._settle("join the process group", joins, cause=error)
+        self._group = group
+        self._settle("join the process group", joins)
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        name = group.name
+        group.close()
+        # Engines forget it too; one that is gone, or already saw the connection break, has nothing to forget.
+        calls = [self._loop.submit(client._call("POST", "/destroy_weights_update_group", {"group_name": name}))
+                 for client in self._clients]
+        concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
+
+    # -- publishing -------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        canary: Canary | None = None,
+        *,
+        checksum: bool = False,
+    ) -> PublishReport:
+        """Send ``tensors`` (Hugging Face names, all of the model, any order) as ``version``.
+
+        ``canary``: score it on every engine afterwards. ``checksum``: compare hashes of every parameter before the
+        engines sample again (engines on a CPU, tensor parallel 1).
+
+        Raises:
+            PublishError: an engine failed, is missing, or does not hold what was sent.
+            ValueError: the version is not a new one, or the transport is ``disk``.
+        """
+        if self.transport != "distributed":
+            raise ValueError("this publisher's transport is disk; use publish_from_disk")
+        sums = EngineChecksums() if checksum else None
+        stream = iter(tensors) if sums is None else _hashed(tensors, sums)
+        return self._publish(version, lambda progress: self._send(stream, progress), canary, sums)
+
+    def publish_from_disk(
+        self,
+        version: int,
+        path: str | Path,
+        canary: Canary | None = None,
+        *,
+        checksum: bool = False,
+    ) -> PublishReport:
+        """Let every engine load the checkpoint at ``path`` (which it must see under that name) as ``version``."""
+        sums = None
+        if checksum:
+            sums = EngineChecksums()
+            for name, tensor in read_checkpoint(path):
+                sums.add(name, tensor)
+        return self._publish(version, lambda progress: self._load(path, progress), canary, sums)
+
+    def _publish(
+        self,
+        version: int,
+        transfer: Callable[[_Progress], None],
+        canary: Canary | None,
+        sums: EngineChecksums | None,
+    ) -> PublishReport:
+        if self.version is not None and version <= self.version:
+            raise ValueError(f"version {version} was not after {self.version}, the last one published; "
+                             "a version id is never used twice")
+        started = time.monotonic()
+        self.connect()
+        progress = _Progress(paused_at=time.monotonic())
+        try:
+            self._pause(progress)
+            transfer(progress)
+            if self.pause_mode != "in_place":
+                self._everywhere("flush the prefix cache", lambda client: client.flush_cache())
+            if sums is not None:
+                self._check_sums(version, sums)
+            self._everywhere("set the version", lambda client: client.set_version(version))
+            self._everywhere("resume", lambda client: client.resume())
+        except BaseException:
+            self._clean_up(progress)
+            raise
+        paused = time.monotonic() - progress.paused_at
+        if canary is not None:
+            self._check_canary(version, canary)
+        self.version = version
+        proofs = [name for name, used in (("checksum", sums), ("canary", canary)) if used is not None]
+        return PublishReport(
+            version=version, seconds=time.monotonic() - started, paused_seconds=paused,
+            transfer_seconds=progress.transfer_seconds, bytes=progress.bytes, buckets=progress.buckets,
+            aborted_requests=progress.aborted_requests, aborted_tokens=progress.aborted_tokens,
+            verified="+".join(proofs),
+        )
+
+    def _pause(self, progress: _Progress) -> None:
+        if self.pause_mode != "abort":
+            self._everywhere("pause", lambda client: client.pause(self.pause_mode))
+            return
+        # Retracting first and aborting then is the same as the engine's abort, which polls once a second.
+        self._everywhere("pause", lambda client: client.pause("retract"))
+        for load in self._everywhere("count running requests", lambda client: client.load()):
+            progress.aborted_requests += int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+            progress.aborted_tokens += int(load["num_total_tokens"])
+        self._everywhere("abort running requests", lambda client: client.abort_all())
+
+    def _send(self, tensors: Iterator[tuple[str, Tensor]], progress: _Progress) -> None:
+        if self._group is None:
+            raise PublishError("the process group is gone; connect again")
+        self._everywhere("begin the update", _begin_update)
+        progress.touched = True
+        started = time.monotonic()
+        pending: collections.deque[list[Future[Any]]] = collections.deque()
+        for bucket in pack(tensors, self.bucket_bytes, self._group.device):
+            if len(pending) == _BUCKETS_IN_FLIGHT:
+                self._settle("load a bucket", pending.popleft())
+            pending.append(self._broadcast(self._group, bucket))
+            progress.bytes += bucket.nbytes
+            progress.buckets += 1
+        while pending:
+            self._settle("load a bucket", pending.popleft())
+        if progress.buckets == 0:
+            raise PublishError("no tensor was published: the stream of weights is empty")
+        self._everywhere("end the update", lambda client: client._call("POST", "/end_weight_update", {}))
+        progress.transfer_seconds = time.monotonic() - started
+
+    def _broadcast(self, group: WeightGroup, bucket: Bucket) -> list[Future[Any]]:
+        """Announce one bucket to the engines and send it; the calls come back while they load it."""
+        body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group.name,
+                "load_format": "flattened_bucket", "flush_cache": False}
+        calls = [self._loop.submit(client._call("POST", "/update_weights_from_distributed", body))
+                 for client in self._clients]
+        limit = time.monotonic() + self.deadline_s
+        try:
+            work = group.broadcast(bucket.flat)
+            while not work.is_completed():
+                if time.monotonic() > limit:
+                    raise RuntimeError(f"the broadcast took longer than {self.deadline_s:g} s")
+                if any(call.done() and call.exception() is not None for call in calls):
+                    raise RuntimeError("an engine gave up")
+                time.sleep(_POLL_S)
+            work.wait()
+        except RuntimeError as error:  # torch's DistError is one
+            self._settle("receive a bucket", calls, cause=error)
+        return calls
+
+    def _load(self, path: str | Path, progress: _Progress) -> None:
+        progress.touched = True
+        started = time.monotonic()
+        body = {"model_path": str(path), "flush_cache": False, "abort_all_requests": False}
+        self._everywhere(f"load {path}", lambda client: client._call("POST", "/update_weights_from_disk", body))
+        progress.transfer_seconds = time.monotonic() - started
+        progress.bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+    def _clean_up(self, progress: _Progress) -> None:
+        """After a failure: drop the group; resume engines whose weights are whole, leave the others paused."""
+        self._drop_group()
+        if not progress.touched:
+            calls = [self._loop.submit(client.resume()) for client in self._clients]
+            concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
+
+    # -- proofs -----------------------------------------------------------------------------------------------
+
+    def _check_sums(self, version: int, sums: EngineChecksums) -> None:
+        for url, info in zip(self.urls, self._everywhere("describe itself", lambda client: client.info())):
+            if info.get("device") != "cpu" or _engine_processes(info) != 1:
+                raise PublishError(
+                    f"{url}: checksums need an engine on a CPU without tensor parallelism, this one has device "
+                    f"{info.get('device')!r} and {_engine_processes(info)} processes; verify with a canary instead"
+                )
+        answers = self._everywhere(
+            "hash its weights", lambda client: client._call("POST", "/weights_checker", {"action": "checksum"})
+        )
+        for url, answer in zip(self.urls, answers):
+            try:
+                sums.compare(answer["ranks"][0]["checksums"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise PublishError(f"{url}: /weights_checker gave no checksums: {str(answer)[:200]}") from error
+            except ValueError as error:
+                raise PublishError(f"{url} does not hold version {version}: {error}. It stays paused.") from error
+
+    def _check_canary(self, version: int, canary: Canary) -> None:
+        """Score twice: recomputed, and over the prefix cache, where keys and values of old weights would show."""
+        starts = [0] if self.pause_mode == "in_place" else [len(canary.input_ids) // 2, 0]
+        for start in starts:
+            scores = self._everywhere(
+                "score the canary", lambda client, start=start: client.score(canary.input_ids, start=start)
+            )
+            for client, score in zip(self._clients, scores):
+                positions = range(start + 1, len(score))
+                worst = max(positions, key=lambda t: abs(score[t] - canary.logprobs[t]))
+                difference = abs(score[worst] - canary.logprobs[worst])
+                if not difference <= canary.tolerance:  # a NaN fails too
+                    self._quarantine(client)
+                    raise PublishError(
+                        f"{client.url} does not sample as version {version}: the canary's token {worst} has log-prob "
+                        f"{score[worst]:.6f}, expected {canary.logprobs[worst]:.6f}, tolerance {canary.tolerance:g} "
+                        f"({'over the prefix cache' if start else 'recomputed'}). It is paused."
+                    )
+
+    def _quarantine(self, client: EngineClient) -> None:
+        self._loop.run(client.pause("retract"))
+        self._loop.run(client.abort_all())
+
+    # -- calls to all engines ---------------------------------------------------------------------------------
+
+    def _everywhere(self, step: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """``call`` on every engine at once; the answers in the order of ``urls``."""
+        return self._settle(step, [self._loop.submit(call(client)) for client in self._clients])
+
+    def _settle(self, step: str, calls: Sequence[Future[T]], *, cause: BaseException | None = None) -> list[T]:
+        """Wait for one call per engine. Raises ``PublishError`` naming each engine that failed, or ``cause``."""
+        # A little longer than the calls' own deadline, so that their error, which says more, comes first.
+        concurrent.futures.wait(calls, timeout=self.deadline_s + 2.0)
+        failures = []
+        for url, call in zip(self.urls, calls):
+            if not call.done():
+                call.cancel()
+                failures.append(f"{url} did not answer within {self.deadline_s:g} s")
+            elif (error := call.exception()) is not None:
+                if not isinstance(error, EngineError):
+                    raise error
+                failures.append(str(error))
+        if failures or cause is not None:
+            what = "; ".join(failures) or f"no engine reported a failure ({cause})"
+            raise PublishError(f"could not {step} on {len(failures) or 'any'} of {len(self.urls)} engines: {what}"
+                               ) from cause
+        return [call.result() for call in calls]
+
+
+async def _begin_update(client: EngineClient) -> None:
+    """Open the engine's update session, closing one that a failed publication left open."""
+    try:
+        await client._call("POST", "/begin_weight_update", {})
+    except EngineError as error:
+        if "already open" not in error.text:
+            raise
+        await client._call("POST", "/end_weight_update", {})
+        await client._call("POST", "/begin_weight_update", {})
+
+
+def _engine_processes(info: dict[str, Any]) -> int:
+    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+
+
+def _hashed(tensors: Iterable[tuple[str, Tensor]], sums: EngineChecksums) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        sums.add(name, tensor)
+        yield name, tensor
+
+
+def read_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a safetensors checkpoint, one at a time."""
+    from safetensors import safe_open
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no *.safetensors file")
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
+                yield name, shard.get_tensor(name)
+
+

@@ -1,0 +1,74 @@
+"""The process group weights travel over: the publisher is rank 0, the engines' processes follow.
+
+The group is apart from whatever group the trainer itself runs in. Each connection gets its own store and name, so
+a group that broke is never reused. SGLang joins with torch's own helper for extra groups; both ends must call the
+same one, since it decides under which keys the members find each other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import uuid
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+
+class WeightGroup:
+    """Rank 0 of a group of ``world_size``; ``join`` blocks until every peer came, or the deadline passed.
+
+    ``address`` and ``port`` are where the peers find the store; ``name`` is the group's.
+    """
+
+    def __init__(self, address: str, world_size: int, *, backend: str, deadline_s: float) -> None:
+        self.address = address
+        self.world_size = world_size
+        self.backend = backend
+        self.name = f"publish-{uuid.uuid4().hex[:12]}"
+        self._timeout = datetime.timedelta(seconds=deadline_s)
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+        )
+        self.port = self._store.port
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be sent."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+    def join(self) -> None:
+        """Meet the peers. Raises torch's ``DistError`` (a ``RuntimeError``) when one is missing at the deadline."""
+        store = dist.PrefixStore(self.name, self._store)
+        group, _ = c10d._new_process_group_helper(
+            self.world_size, 0, [], dist.Backend(self.backend), store, group_name=self.name, timeout=self._timeout
+        )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        self._group = group
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Begin sending ``tensor`` to every peer."""
+        if self._group is None:
+            raise RuntimeError("broadcast before join")
+        return self._group.broadcast(tensor, 0)
+
+    def close(self) -> None:
+        """Leave the group. Peers that still wait in it see the connection break."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def address_towards(urls: list[str]) -> str:
+    """The address of this machine under which the engines at ``urls`` can reach it."""
+    hosts = [urlsplit(url).hostname or "127.0.0.1" for url in urls]
+    remote = [host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")]
+    if not remote:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))  # sends nothing: it only asks which interface leads there
+        return str(probe.getsockname()[0])
