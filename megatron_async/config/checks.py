@@ -209,7 +209,7 @@ _POSITIVE = (
     "steps", "optimizer.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
     "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
-    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task", 
+    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
     "warm_start.demonstrations", "optimizer.adam_eps",
 )  # fmt: skip
 _NOT_NEGATIVE = (

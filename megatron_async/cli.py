@@ -1,0 +1,204 @@
+"""The command line: `megatron-async COMMAND`, or `python -m megatron_async COMMAND`.
+
+Invariants: --help, --dry-run, doctor and report import neither torch nor megatron; what the user can mend is one
+message on stderr and exit code 2, without a traceback; everything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_async import __version__
+from megatron_async.config import check, dump, load
+from megatron_async.config.estimate import describe
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+Handler = Callable[[argparse.Namespace], int]
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _configuration(arguments: argparse.Namespace, *, starts_engines: bool = False) -> RunConfig:
+    """Load and check; warnings go to stderr."""
+    config = load(arguments.config, arguments.overrides)
+    for warning in check(config, starts_engines=starts_engines):
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201
+    return config
+
+
+def _dry_run(config: RunConfig) -> int:
+    print(dump(config))  # noqa: T201
+    print(describe(config))  # noqa: T201
+    return 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    config = _configuration(arguments, starts_engines=not arguments.dry_run)
+    if arguments.dry_run:
+        return _dry_run(config)
+    from megatron_async import launch
+
+    return launch.run(config, fresh=arguments.fresh)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    from megatron_async import train
+
+    return train.main(config)
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    from megatron_async.rollout import controller
+
+    return controller.main(config)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = _configuration(arguments, starts_engines=True)
+    from megatron_async import serve
+
+    return serve.main(config)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    from megatron_async import warm_start
+
+    return warm_start.main(config)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    config = _configuration(arguments)
+    from megatron_async.rollout import evaluation
+
+    return evaluation.main(config)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megatron_async import doctor
+
+    config = load(arguments.config, arguments.overrides) if arguments.config else None
+    return doctor.main(config)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from megatron_async import inspect_run
+
+    print(inspect_run.describe(arguments.run, arguments.trajectory))  # noqa: T201
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megatron_async.observe.report import write_report
+
+    print(write_report(arguments.run, arguments.step), end="")  # noqa: T201
+    return 0
+
+
+def _add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument(
+        "--config", required=required, metavar="FILE", help="YAML configuration (see recipes/configs)"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one option, e.g. --set optimizer.lr=1e-6; may be given several times",
+    )
+
+
+def _command(commands: Commands, name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-async",
+        description="Asynchronous RL for LLM agents: Megatron-core trains, SGLang samples, no old logit is lost.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-async {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    launch = _command(
+        commands, "launch", _launch, "run everything: engines, rollout, trainer, evaluation, report"
+    )
+    _add_config(launch)
+    launch.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print resolved options, ranks, batch and memory; start nothing",
+    )
+    launch.add_argument(
+        "--fresh", action="store_true", help="delete what an earlier run of the same name left"
+    )
+    for name, handler, text in (
+        ("train", _train, "one trainer rank (started by torchrun)"),
+        ("rollout", _rollout, "the rollout process of a run"),
+        ("serve", _serve, "the inference engines alone, until Ctrl-C"),
+        ("sft", _sft, "warm start: supervised learning on demonstrations (under torchrun)"),
+        (
+            "evaluate",
+            _evaluate,
+            "success on held-out tasks, on the engines of a run that launch or serve started",
+        ),
+    ):
+        _add_config(_command(commands, name, handler, text))
+    doctor = _command(
+        commands, "doctor", _doctor, "check this machine: Python, packages, ports, memory, disk, GPUs"
+    )
+    _add_config(doctor, required=False)
+    inspect = _command(
+        commands, "inspect", _inspect, "what a run's bank holds, or one trajectory token by token"
+    )
+    inspect.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
+    inspect.add_argument(
+        "--trajectory", metavar="ID", help="show this trajectory's turns, versions and log-probs"
+    )
+    report = _command(commands, "report", _report, "the final table of a run again, from its folder")
+    report.add_argument("run", type=Path, help="folder of the run, e.g. runs/quickstart")
+    report.add_argument(
+        "--step", type=int, help="step whose timeline is drawn (default: one of median length)"
+    )
+    return parser
+
+
+def _mendable() -> tuple[type[Exception], ...]:
+    """What the user can mend. Asked only when something was raised, so the bridge is not imported for it: an error of
+    its own can only come from where it was imported already."""
+    bridge = sys.modules.get("sglang_bridge.errors")
+    return (UserError,) if bridge is None else (UserError, bridge.BridgeError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    handler: Handler = arguments.handler
+    try:
+        return handler(arguments)
+    except _mendable() as error:
+        print(f"megatron-async {arguments.command}: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_USER_ERROR
+    except BrokenPipeError:
+        # `megatron-async report RUN | head`: the reader has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

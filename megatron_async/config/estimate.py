@@ -1,0 +1,194 @@
+"""What a configuration amounts to: ranks, batch arithmetic, parameters and memory per rank, before anything runs.
+
+Invariants: parameter counts are exact for Qwen3-like decoders, dense and mixture of experts; memory counts weights,
+gradients and optimiser states (activations, communication buffers and the runtime's own share come on top, which the
+text says); sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async.config.hf import ModelShape, read_shape
+from megatron_async.config.schema import LayoutConfig, RunConfig, TrainerConfig
+
+GIB = 2**30
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of parameters, split by how they are sharded."""
+
+    dense: int
+    """All but the experts: embeddings, attention, norms, routers, dense MLPs, output layer."""
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def _attention(shape: ModelShape, tensor: int) -> tuple[int, int]:
+    """Parameters of one layer's attention on one of `tensor` ranks: (cut over the ranks, on every rank)."""
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    cut = shape.hidden * (query + 2 * key_value) + query * shape.hidden
+    whole = 2 * shape.hidden + (2 * shape.head_dim if shape.qk_norm else 0)
+    if shape.attention_bias:
+        cut += query + 2 * key_value
+        whole += shape.hidden
+    return cut // tensor, whole
+
+
+def _layer(shape: ModelShape, moe: bool, layout: LayoutConfig) -> Parameters:
+    """Parameters of one decoder layer on one rank that holds it."""
+    cut, whole = _attention(shape, layout.tensor_model_parallel_size)
+    if not moe:
+        mlp = 3 * shape.hidden * shape.intermediate // layout.tensor_model_parallel_size
+        return Parameters(cut + whole + mlp, 0)
+    router = shape.hidden * shape.experts
+    ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+    return Parameters(
+        cut + whole + router, 3 * shape.hidden * shape.expert_intermediate * shape.experts // ranks
+    )
+
+
+def parameters_on_stage(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
+    """Parameters on each rank of pipeline stage `stage`.
+
+    With several stages the first and the last hold a copy of tied embeddings each. Where some layers are dense, the
+    stage is counted as if it held its even share of both kinds.
+    """
+    stages = layout.pipeline_model_parallel_size
+    moe, plain = _layer(shape, True, layout), _layer(shape, False, layout)
+    moe_layers = shape.moe_layers / stages
+    dense_layers = (shape.layers - shape.moe_layers) / stages
+    dense = round(moe_layers * moe.dense + dense_layers * plain.dense)
+    experts = round(moe_layers * moe.experts)
+    embedding = shape.vocabulary * shape.hidden // layout.tensor_model_parallel_size
+    first, last = stage == 0, stage == stages - 1
+    dense += embedding if first else 0
+    dense += shape.hidden if last else 0
+    if last and not (first and shape.tied_embeddings):
+        dense += embedding
+    return Parameters(dense, experts)
+
+
+def parameters_of(shape: ModelShape) -> Parameters:
+    """Parameters of the whole model, tied embeddings counted once."""
+    return parameters_on_stage(shape, LayoutConfig(), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one trainer rank, without activations."""
+
+    parameters: Parameters
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def memory_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
+    """Memory of each rank of a pipeline stage.
+
+    Gradients are accumulated in fp32. Adam keeps two fp32 moments, and fp32 masters where the weights are bfloat16;
+    the distributed optimiser shares both over the ranks that hold the same parameters.
+    """
+    held = parameters_on_stage(shape, config.layout, stage)
+    width = 2 if config.model.dtype == "bfloat16" else _FP32
+    state = 2 * _FP32 + (_FP32 if config.model.dtype == "bfloat16" else 0)
+    dense_ranks, expert_ranks = _optimizer_ranks(config.layout, config.trainer)
+    return Memory(
+        parameters=held,
+        weights=width * held.total,
+        gradients=_FP32 * held.total,
+        optimizer=round(state * (held.dense / dense_ranks + held.experts / expert_ranks)),
+    )
+
+
+def _optimizer_ranks(layout: LayoutConfig, trainer: TrainerConfig) -> tuple[int, int]:
+    """Over how many ranks the optimiser's states are shared: (dense, experts)."""
+    if not trainer.use_distributed_optimizer:
+        return 1, 1
+    return layout.data_parallel_size * layout.context_parallel_size, layout.expert_data_parallel_size
+
+
+def kv_bytes_per_token(shape: ModelShape, width: int) -> int:
+    """Bytes of KV cache one token takes in an engine, over all of its ranks."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
+
+
+def bytes_text(size: float) -> str:
+    """A size in the largest unit that leaves at least 1."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def _ranks_text(config: RunConfig) -> list[str]:
+    layout, trainer = config.layout, config.trainer
+    return [
+        f"  trainer   {layout.world_size} rank(s) = {trainer.nodes} node(s) * {trainer.nproc_per_node}",
+        f"            tensor {layout.tensor_model_parallel_size} * pipeline {layout.pipeline_model_parallel_size} * "
+        f"context {layout.context_parallel_size} * data {layout.data_parallel_size}",
+        f"            expert {layout.expert_model_parallel_size} * expert-tensor {layout.expert_tensor_parallel_size} "
+        f"* pipeline {layout.pipeline_model_parallel_size} * expert-data {layout.expert_data_parallel_size}",
+        f"  engines   {config.engines.count} SGLang server(s) * tensor {config.engines.tensor_parallel_size}",
+        f"  rollout   1 process, {config.rollout.concurrency} trajectories at once",
+    ]
+
+
+def _batch_text(config: RunConfig) -> list[str]:
+    batch, layout, updates = config.batch, config.layout, config.trainer.updates_per_batch
+    each = batch.trajectories // (layout.data_parallel_size * updates)
+    room = config.trainer.micro_batch_tokens * layout.context_parallel_size
+    most = batch.trajectories * config.rollout.max_tokens
+    admitted = (config.rollout.max_staleness + 1) * batch.trajectories
+    return [
+        f"  step      {batch.groups} groups * {batch.group_size} = {batch.trajectories} trajectories, "
+        f"{each} per data-parallel rank and update ({updates} update(s))",
+        f"            at most {batch.trajectories} * {config.rollout.max_tokens} = {most:,} tokens, "
+        f"packed into micro-batches of {room:,}",
+        f"  run       {config.steps} steps = {config.steps * updates} updates, "
+        f"{config.steps * batch.trajectories:,} trajectories trained on",
+        f"  staleness at most {config.rollout.max_staleness} version(s): ({config.rollout.max_staleness} + 1) * "
+        f"{batch.trajectories} = {admitted} trajectories running or waiting",
+    ]
+
+
+def _memory_text(config: RunConfig, shape: ModelShape) -> list[str]:
+    whole = parameters_of(shape)
+    lines = [f"  model     {whole.total:,} parameters, {whole.experts:,} of them in experts"]
+    stages = config.layout.pipeline_model_parallel_size
+    shown = {0, stages - 1}
+    for stage in sorted(shown):
+        memory = memory_on_stage(shape, config, stage)
+        label = "each rank" if stages == 1 else f"stage {stage}"
+        lines.append(
+            f"  {label:<9} {memory.parameters.total:,} parameters: weights {bytes_text(memory.weights)} + gradients "
+            f"{bytes_text(memory.gradients)} + optimiser {bytes_text(memory.optimizer)} = {bytes_text(memory.total)}"
+        )
+    lines.append("            activations, communication buffers and the runtime come on top")
+    width = 2 if config.model.dtype == "bfloat16" else _FP32
+    cache = config.engines.max_total_tokens * kv_bytes_per_token(shape, width)
+    lines.append(
+        f"  engine    weights {bytes_text(width * whole.total)} + KV cache of {config.engines.max_total_tokens:,} "
+        f"tokens {bytes_text(cache)}, over {config.engines.tensor_parallel_size} rank(s)"
+    )
+    lines.append(f"  publish   {bytes_text(width * whole.total)} of weights per version and engine")
+    return lines
+
+
+def describe(config: RunConfig) -> str:
+    """Ranks, batch arithmetic and memory of a resolved configuration, as text."""
+    lines = ["Ranks", *_ranks_text(config), "Batch", *_batch_text(config), "Memory"]
+    shape = read_shape(config.model.path)
+    if shape is None:
+        return "\n".join([*lines, f"  unknown: {config.model.path} has no readable config.json"])
+    return "\n".join([*lines, *_memory_text(config, shape)])

@@ -1,0 +1,42 @@
+"""`megatron-async serve`: the inference engines of a configuration alone, until told to stop.
+
+Invariants: the addresses are in the run's folder (engines.json) for other commands to find; no server outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from megatron_async import launch
+from megatron_async.config import dump
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.observe import RunFiles
+from megatron_async.supervise import StopRequested, stop_on_signals
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+def main(config: RunConfig) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. Raises UserError when an engine dies."""
+    files = RunFiles(config.run_path)
+    files.logs.mkdir(parents=True, exist_ok=True)
+    if not files.config.exists():
+        files.config.write_text(dump(config), encoding="utf-8")
+    try:
+        with stop_on_signals(), launch.engines(config, files) as servers:
+            for server in servers:
+                logger.info("engine ready at %s", server.url)
+            while True:
+                time.sleep(_POLL_S)
+                for server in servers:
+                    if not server.alive():
+                        raise UserError(
+                            f"the engine at {server.url} died; its log ends:\n{server.log_tail()}"
+                        )
+    except StopRequested as stop:
+        logger.info("stopped by %s", stop)
+    return 0
