@@ -60,6 +60,9 @@ class EngineClient:
         vocab_size: when given, token ids outside ``[0, vocab_size)`` are refused here. SGLang 0.5.23 lets some of
             them through to the model, where one such id ends the whole engine.
         routed_experts_shape: (MoE layers, top-k) of the model; needed to ask for routed experts.
+        in_place_updates: the engine's weights are updated with ``pause_mode="in_place"``, which keeps keys and
+            values: spans then carry ``kv_version``. ``oldest_cached_version`` is what a reused prefix may date from
+            (the version at the last flush; set it again after one).
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class EngineClient:
         retries: int = 2,
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
+        in_place_updates: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self.control_deadline_s = control_deadline_s
@@ -78,6 +82,8 @@ class EngineClient:
         self.retries = retries
         self.vocab_size = vocab_size
         self.routed_experts_shape = routed_experts_shape
+        self.in_place_updates = in_place_updates
+        self.oldest_cached_version = 0
         self.counters = ClientCounters()
         self._session: aiohttp.ClientSession | None = None
 
@@ -140,7 +146,8 @@ class EngineClient:
         self.counters.requests += 1
         attempt = 0
         while True:
-            answer = Answer(len(input_ids), options.max_new_tokens, shape)
+            answer = Answer(len(input_ids), options.max_new_tokens, shape,
+                            self.in_place_updates, self.oldest_cached_version)
             try:
                 generation = await self._collect(body, answer, on_chunk)
                 break
@@ -284,6 +291,13 @@ class EngineClient:
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Refused by the engine while requests hold keys and values."""
         await self._call("POST", "/flush_cache")
+
+    async def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST to any other control endpoint of SGLang; ``EngineError`` when it reports no success.
+
+        Sent again when the connection breaks, so for idempotent calls, unless the client has ``retries=0``.
+        """
+        return await self._call("POST", path, body)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One idempotent control call; the JSON object it answers (empty when it answers none)."""

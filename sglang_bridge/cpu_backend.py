@@ -214,9 +214,10 @@ def _unpin_host_buffers() -> None:
 
             return torch.empty(dims, dtype=dtype, device=device)
 
-        if "cpu" not in module.ALLOC_MEMORY_FUNCS and not callable(module.ALLOC_MEMORY_FUNCS["cpu"]):
-            raise CpuBackendError("sglang.srt.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS is not a table of functions")
-        module.ALLOC_MEMORY_FUNCS["cpu"] = unpinned
+        table = getattr(module, "ALLOC_MEMORY_FUNCS", None)
+        if not isinstance(table, dict):
+            raise CpuBackendError(f"{module.__name__}.ALLOC_MEMORY_FUNCS is {table!r}, expected a table by device")
+        table["cpu"] = unpinned
 
     sys.meta_path.insert(0, _AfterImport("sglang.srt.mem_cache.pool_host.common", after=patch))
 

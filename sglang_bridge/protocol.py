@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,29 @@ def parse_spans(entries: object, length: int) -> list[Span]:
     return spans
 
 
+def flag_old_keys(
+    spans: Sequence[Span], *, retractions: int, in_place: bool, oldest_cached: int | None
+) -> list[Span]:
+    """``spans`` with ``kv_version`` set where tokens attended to keys and values of an older version.
+
+    Every version change of a request that was retracted for it recomputes all keys and values. Changes beyond the
+    number of retractions went over the old ones, so all later tokens attend to the first span's, at the oldest.
+    ``in_place``: updates of this engine never retract. ``oldest_cached``: oldest version the reused prefix may
+    have been computed under, None when no prefix was reused.
+    """
+    if not spans:
+        return []
+    floor = spans[0].version if oldest_cached is None else min(oldest_cached, spans[0].version)
+    over_old_keys = in_place or len(spans) - 1 > retractions
+    flagged = [_older(spans[0], floor)]
+    flagged += [_older(span, floor) if over_old_keys else span for span in spans[1:]]
+    return flagged
+
+
+def _older(span: Span, kv_version: int) -> Span:
+    return dataclasses.replace(span, kv_version=kv_version) if kv_version < span.version else span
+
+
 def parse_routed_experts(text: str, rows: int, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
     """Base64 int32 of ``rows`` = tokens - 1 of the whole sequence, as [rows, MoE layers, top-k]."""
     try:
@@ -208,6 +232,8 @@ class Answer:
     prompt_tokens: int
     max_new_tokens: int
     routed_experts_shape: tuple[int, int] | None = None  # None: not asked for
+    in_place_updates: bool = False
+    oldest_cached_version: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: Mapping[str, Any] | None = None
@@ -272,14 +298,17 @@ class Answer:
             raise EngineError(f"the engine saw {prompt} prompt tokens, {self.prompt_tokens} were sent")
         if length == 0 and kind != "abort":
             raise EngineError(f"finish reason {kind!r} with no output token")
+        retractions, cached = int(meta.get("num_retractions") or 0), int(meta.get("cached_tokens") or 0)
+        oldest_cached = self.oldest_cached_version if self.in_place_updates and cached else None
         return Generation(
             output_ids=self.output_ids,
             logprobs=self.logprobs,
-            spans=parse_spans(meta.get("weight_versions"), length),
+            spans=flag_old_keys(parse_spans(meta.get("weight_versions"), length), retractions=retractions,
+                                in_place=self.in_place_updates, oldest_cached=oldest_cached),
             finish_reason=str(kind),
             routed_experts=self._routed_experts(meta, length, aborted=kind == "abort"),
-            num_retractions=int(meta.get("num_retractions") or 0),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
+            num_retractions=retractions,
+            cached_tokens=cached,
         )
 
     def _routed_experts(self, meta: Mapping[str, Any], length: int, *, aborted: bool) -> npt.NDArray[np.int32] | None:

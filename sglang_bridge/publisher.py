@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
@@ -125,8 +125,8 @@ class Publisher:
         if not urls:
             raise ValueError("a publisher needs at least one engine url")
         if transport not in ("distributed", "disk") or pause_mode not in ("retract", "abort", "in_place"):
-            raise ValueError(f"unknown transport {transport!r} or pause mode {pause_mode!r}; transports are distributed "
-                             "and disk, modes are retract, abort and in_place")
+            raise ValueError(f"unknown transport {transport!r} or pause mode {pause_mode!r}; transports are "
+                             "distributed and disk, modes are retract, abort and in_place")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         self.urls = [url.rstrip("/") for url in urls]
@@ -168,23 +168,26 @@ class Publisher:
         Raises:
             PublishError: names the engines that are missing.
         """
-        infos = self._everywhere("connect", lambda client: client.info())
-        if self.transport == "disk" or self._group is not None:
+        if self._group is not None:
+            return
+        infos = self._everywhere("reach", lambda client: client.info())
+        if self.transport == "disk":
             return
         sizes = [_engine_processes(info) for info in infos]
-        group = WeightGroup(self.address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
-        joins = [self._loop.submit(client._call("POST", "/init_weights_update_group", {
+        group = WeightGroup(self.address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
+        self._group = group
+        calls = [self._submit(client, "/init_weights_update_group", {
             "master_address": group.address, "master_port": group.port, "rank_offset": offset,
             "world_size": group.world_size, "group_name": group.name, "backend": self.backend,
-        })) for client, offset in zip(self._clients, offsets)]
+        }) for client, offset in zip(self._clients, offsets)]
         try:
             group.join()
-        except RuntimeError as error:
-            group.close()
-            self._settle("join the process group", joins, cause=error)
-        self._group = group
-        self._settle("join the process group", joins)
+            self._settle("join the process group", calls)
+        except RuntimeError as error:  # torch's DistError is one
+            missing = [url for url, offset, size in zip(self.urls, offsets, sizes)
+                       if any(offset <= rank < offset + size for rank in group.missing_ranks())]
+            self._fail("join the process group", calls, error, suspects=missing)
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
@@ -193,7 +196,7 @@ class Publisher:
         name = group.name
         group.close()
         # Engines forget it too; one that is gone, or already saw the connection break, has nothing to forget.
-        calls = [self._loop.submit(client._call("POST", "/destroy_weights_update_group", {"group_name": name}))
+        calls = [self._submit(client, "/destroy_weights_update_group", {"group_name": name})
                  for client in self._clients]
         concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
 
@@ -303,15 +306,14 @@ class Publisher:
             self._settle("load a bucket", pending.popleft())
         if progress.buckets == 0:
             raise PublishError("no tensor was published: the stream of weights is empty")
-        self._everywhere("end the update", lambda client: client._call("POST", "/end_weight_update", {}))
+        self._everywhere("end the update", lambda client: client.call("/end_weight_update", {}))
         progress.transfer_seconds = time.monotonic() - started
 
     def _broadcast(self, group: WeightGroup, bucket: Bucket) -> list[Future[Any]]:
         """Announce one bucket to the engines and send it; the calls come back while they load it."""
         body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group.name,
                 "load_format": "flattened_bucket", "flush_cache": False}
-        calls = [self._loop.submit(client._call("POST", "/update_weights_from_distributed", body))
-                 for client in self._clients]
+        calls = [self._submit(client, "/update_weights_from_distributed", body) for client in self._clients]
         limit = time.monotonic() + self.deadline_s
         try:
             work = group.broadcast(bucket.flat)
@@ -322,15 +324,15 @@ class Publisher:
                     raise RuntimeError("an engine gave up")
                 time.sleep(_POLL_S)
             work.wait()
-        except RuntimeError as error:  # torch's DistError is one
-            self._settle("receive a bucket", calls, cause=error)
+        except RuntimeError as error:
+            self._fail("receive a bucket", calls, error)
         return calls
 
     def _load(self, path: str | Path, progress: _Progress) -> None:
         progress.touched = True
         started = time.monotonic()
         body = {"model_path": str(path), "flush_cache": False, "abort_all_requests": False}
-        self._everywhere(f"load {path}", lambda client: client._call("POST", "/update_weights_from_disk", body))
+        self._everywhere(f"load {path}", lambda client: client.call("/update_weights_from_disk", body))
         progress.transfer_seconds = time.monotonic() - started
         progress.bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
@@ -351,7 +353,7 @@ class Publisher:
                     f"{info.get('device')!r} and {_engine_processes(info)} processes; verify with a canary instead"
                 )
         answers = self._everywhere(
-            "hash its weights", lambda client: client._call("POST", "/weights_checker", {"action": "checksum"})
+            "hash its weights", lambda client: client.call("/weights_checker", {"action": "checksum"})
         )
         for url, answer in zip(self.urls, answers):
             try:
@@ -365,9 +367,9 @@ class Publisher:
         """Score twice: recomputed, and over the prefix cache, where keys and values of old weights would show."""
         starts = [0] if self.pause_mode == "in_place" else [len(canary.input_ids) // 2, 0]
         for start in starts:
-            scores = self._everywhere(
-                "score the canary", lambda client, start=start: client.score(canary.input_ids, start=start)
-            )
+            scores = self._settle("score the canary", [
+                self._loop.submit(client.score(canary.input_ids, start=start)) for client in self._clients
+            ])
             for client, score in zip(self._clients, scores):
                 positions = range(start + 1, len(score))
                 worst = max(positions, key=lambda t: abs(score[t] - canary.logprobs[t]))
@@ -390,35 +392,59 @@ class Publisher:
         """``call`` on every engine at once; the answers in the order of ``urls``."""
         return self._settle(step, [self._loop.submit(call(client)) for client in self._clients])
 
-    def _settle(self, step: str, calls: Sequence[Future[T]], *, cause: BaseException | None = None) -> list[T]:
-        """Wait for one call per engine. Raises ``PublishError`` naming each engine that failed, or ``cause``."""
+    def _submit(self, client: EngineClient, path: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
+        return self._loop.submit(client.call(path, body))
+
+    def _settle(self, step: str, calls: Sequence[Future[T]]) -> list[T]:
+        """Wait for one call per engine; the answers. Raises ``PublishError`` naming each engine that failed."""
         # A little longer than the calls' own deadline, so that their error, which says more, comes first.
         concurrent.futures.wait(calls, timeout=self.deadline_s + 2.0)
-        failures = []
-        for url, call in zip(self.urls, calls):
-            if not call.done():
-                call.cancel()
-                failures.append(f"{url} did not answer within {self.deadline_s:g} s")
-            elif (error := call.exception()) is not None:
-                if not isinstance(error, EngineError):
-                    raise error
-                failures.append(str(error))
-        if failures or cause is not None:
-            what = "; ".join(failures) or f"no engine reported a failure ({cause})"
-            raise PublishError(f"could not {step} on {len(failures) or 'any'} of {len(self.urls)} engines: {what}"
-                               ) from cause
+        failures = _failures(self.urls, calls)
+        if failures:
+            raise PublishError(f"could not {step} on {len(failures)} of {len(calls)} engines: {'; '.join(failures)}")
         return [call.result() for call in calls]
+
+    def _fail(
+        self, step: str, calls: Sequence[Future[Any]], cause: RuntimeError, *, suspects: Sequence[str] = ()
+    ) -> NoReturn:
+        """The group broke: name the engines to blame, then leave the group, which frees the others.
+
+        To blame are ``suspects``, else those that reported a failure first, else those that stayed silent.
+        """
+        if not suspects:
+            concurrent.futures.wait(calls, timeout=1.0, return_when=concurrent.futures.FIRST_EXCEPTION)
+        blamed = [f"{url} did not come within {self.deadline_s:g} s" for url in suspects]
+        blamed = blamed or _failures(self.urls, calls, silent=False) or _failures(self.urls, calls)
+        self._drop_group()
+        concurrent.futures.wait(calls, timeout=2.0)
+        # The traceback is dropped: its frames would keep the group's store, and with it waiting peers, alive.
+        raise PublishError(f"could not {step} on {len(blamed) or 'any'} of {len(calls)} engines: "
+                           f"{'; '.join(blamed) or cause}") from cause.with_traceback(None)
+
+
+def _failures(urls: Sequence[str], calls: Sequence[Future[Any]], *, silent: bool = True) -> list[str]:
+    """What went wrong with each call; ``silent`` counts calls that have not come back."""
+    failures = []
+    for url, call in zip(urls, calls):
+        if not call.done():
+            if silent:
+                failures.append(f"{url} has not answered")
+        elif (error := call.exception()) is not None:
+            if not isinstance(error, EngineError):
+                raise error
+            failures.append(str(error))
+    return failures
 
 
 async def _begin_update(client: EngineClient) -> None:
     """Open the engine's update session, closing one that a failed publication left open."""
     try:
-        await client._call("POST", "/begin_weight_update", {})
+        await client.call("/begin_weight_update", {})
     except EngineError as error:
         if "already open" not in error.text:
             raise
-        await client._call("POST", "/end_weight_update", {})
-        await client._call("POST", "/begin_weight_update", {})
+        await client.call("/end_weight_update", {})
+        await client.call("/begin_weight_update", {})
 
 
 def _engine_processes(info: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 
@@ -30,7 +31,7 @@ class WeightGroup:
         self.backend = backend
         self.name = f"publish-{uuid.uuid4().hex[:12]}"
         self._timeout = datetime.timedelta(seconds=deadline_s)
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         self.port = self._store.port
@@ -43,12 +44,21 @@ class WeightGroup:
 
     def join(self) -> None:
         """Meet the peers. Raises torch's ``DistError`` (a ``RuntimeError``) when one is missing at the deadline."""
-        store = dist.PrefixStore(self.name, self._store)
+        if self._store is None:
+            raise RuntimeError("join after close")
         group, _ = c10d._new_process_group_helper(
-            self.world_size, 0, [], dist.Backend(self.backend), store, group_name=self.name, timeout=self._timeout
+            self.world_size, 0, [], dist.Backend(self.backend), PrefixStore(self.name, self._store),
+            group_name=c10d.GroupName(self.name), timeout=self._timeout,
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         self._group = group
+
+    def missing_ranks(self) -> list[int]:
+        """Peers that never came to the store (gloo members leave their address there before they connect)."""
+        if self._store is None or self.backend != "gloo":
+            return []
+        here = {key.rsplit("/", 1)[-1] for key in self._store.list_keys()}
+        return [rank for rank in range(1, self.world_size) if str(rank) not in here]
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Begin sending ``tensor`` to every peer."""
