@@ -1,0 +1,321 @@
+"""Compiled loops over words in host memory: compare, encode, apply, digest.
+
+What was measured shaped them (one core, a memory copy at 12 GB/s): at 2 % changed words, applying a record touches
+half of all cache lines in an order the hardware does not foresee, and costs as much as a full copy; reading the chunk
+through once beforehand makes it 1.4 times as fast. Below 0.7 % and above 5 % that extra read does not pay. Comparing
+64 words at a time to a bit mask makes the capture run at the speed of the memory.
+
+Invariants
+- The kernels release the GIL, allocate nothing that grows with the tensor, and never read or write outside their
+  arguments, whatever a record holds.
+- A failed sparse encoding leaves `old` as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from megatron_async.snapshots.bits import CHUNK
+
+READ_AHEAD_FROM = 0.007
+READ_AHEAD_TO = 0.05
+GROUP = 64
+KEY = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+ONE = np.uint64(1)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile on first use, and keep the machine code beside the source or in the user's cache directory.
+
+    Where neither can be written (a read-only image without a home) numba refuses to cache; then each process compiles.
+    """
+    try:
+        return numba.njit(nogil=True, boundscheck=False, cache=True)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, boundscheck=False)(function)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _difference_mask(typing_context: Any, left: Any, right: Any, index: Any, shift: Any) -> Any:
+    """Bit j is set where (left[index + j] ^ right[index + j]) >> shift is not zero, for 64 consecutive words."""
+    width = left.dtype.bitwidth
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(width), GROUP)
+
+        def load(position: int) -> Any:
+            array = context.make_array(signature.args[position])(context, builder, arguments[position])
+            pointer = builder.gep(array.data, [arguments[2]])
+            return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=1)
+
+        difference = builder.xor(load(0), load(1))
+        amount = builder.trunc(arguments[3], ir.IntType(width))
+        first = builder.insert_element(ir.Constant(vector, ir.Undefined), amount, ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
+        shifted = builder.lshr(difference, builder.shuffle_vector(first, first, lanes))
+        mask = builder.icmp_unsigned("!=", shifted, ir.Constant(vector, [0] * GROUP))
+        return builder.bitcast(mask, ir.IntType(64))
+
+    return types.uint64(left, right, types.intp, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _lowest(typing_context: Any, mask: Any) -> Any:
+    """Position of the lowest set bit of a mask that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _set_bits(typing_context: Any, mask: Any) -> Any:
+    """How many bits of the mask are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), generate
+
+
+@compiled
+def digest(octets: np.ndarray, first_word: int) -> np.uint64:
+    """Sum over 64-bit words of a mix of the word and its position, modulo 2^64; a short last word is zero-filled.
+
+    Args:
+        octets: uint8[n], the bits of a task.
+        first_word: position of its first 64-bit word in the tensor. Sums of disjoint tasks add up.
+    """
+    whole = octets.size // 8
+    words = octets[: whole * 8].view(np.uint64)
+    total = np.uint64(0)
+    for i in range(whole):
+        t = words[i] ^ (np.uint64(first_word + i) * KEY + MIX_2)
+        t = (t ^ (t >> np.uint64(30))) * MIX_1
+        t = (t ^ (t >> np.uint64(27))) * MIX_2
+        total += t ^ (t >> np.uint64(31))
+    if whole * 8 < octets.size:
+        last = np.uint64(0)
+        for i in range(octets.size - 1, whole * 8 - 1, -1):
+            last = (last << np.uint64(8)) | np.uint64(octets[i])
+        t = last ^ (np.uint64(first_word + whole) * KEY + MIX_2)
+        t = (t ^ (t >> np.uint64(30))) * MIX_1
+        t = (t ^ (t >> np.uint64(27))) * MIX_2
+        total += t ^ (t >> np.uint64(31))
+    return total
+
+
+@compiled
+def _undo_sparse(old: np.ndarray, counts: np.ndarray, offsets: np.ndarray, values: np.ndarray,
+                 wide_offsets: np.ndarray, wide_values: np.ndarray) -> None:
+    k = 0
+    e = 0
+    for c in range(counts.shape[0]):
+        for _ in range(counts[c, 0]):
+            old[c * CHUNK + np.int64(offsets[k])] ^= values[k]
+            k += 1
+        for _ in range(counts[c, 1]):
+            old[c * CHUNK + np.int64(wide_offsets[e])] ^= wide_values[e]
+            e += 1
+
+
+@compiled
+def encode_sparse(old: np.ndarray, new: np.ndarray, update: bool, limit: int, narrow_bits: int, counts: np.ndarray,
+                  offsets: np.ndarray, values: np.ndarray, wide_offsets: np.ndarray,
+                  wide_values: np.ndarray) -> tuple[int, int]:
+    """List the words that differ; those whose XOR fits in `narrow_bits` bits go to the narrow list, others to the wide.
+
+    Args:
+        old, new: words[n]. With `update`, `old` becomes `new`.
+        limit: give up, and leave `old` as it was, when more words than this differ.
+        counts: int32[chunks, 2], filled with the entries per chunk in the two lists.
+        offsets, values, wide_offsets, wide_values: room for `limit + 64` entries each.
+
+    Returns:
+        Entries in the narrow and the wide list; (-1, -1) after giving up.
+    """
+    k = 0
+    e = 0
+    counts[:] = 0
+    for c in range(counts.shape[0]):
+        o = old[c * CHUNK : (c + 1) * CHUNK]
+        w = new[c * CHUNK : (c + 1) * CHUNK]
+        k0 = k
+        e0 = e
+        for j in range(0, o.size, GROUP):
+            mask = np.uint64(0)
+            if j + GROUP <= o.size:
+                mask = _difference_mask(o, w, j, np.uint64(0))
+            else:
+                for i in range(o.size - j):
+                    if o[j + i] != w[j + i]:
+                        mask |= ONE << np.uint64(i)
+            while mask != 0:
+                p = np.int64(j) + np.int64(_lowest(mask))
+                x = o[p] ^ w[p]
+                if (np.uint64(x) >> np.uint64(narrow_bits)) == 0:
+                    offsets[k] = p
+                    values[k] = x
+                    k += 1
+                else:
+                    wide_offsets[e] = p
+                    wide_values[e] = x
+                    e += 1
+                if update:
+                    o[p] = w[p]
+                mask &= mask - ONE
+            if k + e > limit:
+                counts[c, 0] = k - k0
+                counts[c, 1] = e - e0
+                if update:
+                    _undo_sparse(old, counts, offsets, values, wide_offsets, wide_values)
+                return -1, -1
+        counts[c, 0] = k - k0
+        counts[c, 1] = e - e0
+    return k, e
+
+
+@compiled
+def count_above(old: np.ndarray, new: np.ndarray, shift: int) -> int:
+    """Words whose XOR does not fit in `shift` bits."""
+    total = 0
+    whole = old.size // GROUP * GROUP
+    for j in range(0, whole, GROUP):
+        total += np.int64(_set_bits(_difference_mask(old, new, j, np.uint64(shift))))
+    for j in range(whole, old.size):
+        if (np.uint64(old[j] ^ new[j]) >> np.uint64(shift)) != 0:
+            total += 1
+    return total
+
+
+@compiled
+def encode_dense(old: np.ndarray, new: np.ndarray, update: bool, planes: np.ndarray, counts: np.ndarray,
+                 wide_offsets: np.ndarray, wide_values: np.ndarray) -> int:
+    """Write the low bytes of every XOR as planes, and the words that need more bytes to the wide list.
+
+    Args:
+        planes: uint8[width, n]; a word in the wide list has zeros here.
+        counts: int32[chunks, 2]; column 1 is filled.
+        wide_offsets, wide_values: room for the words that `count_above` found.
+
+    Returns:
+        Entries in the wide list.
+    """
+    width = planes.shape[0]
+    full = width == old.itemsize
+    e = 0
+    counts[:] = 0
+    for c in range(counts.shape[0]):
+        o = old[c * CHUNK : (c + 1) * CHUNK]
+        w = new[c * CHUNK : (c + 1) * CHUNK]
+        for b in range(width):
+            plane = planes[b, c * CHUNK : (c + 1) * CHUNK]
+            for j in range(o.size):
+                plane[j] = (o[j] ^ w[j]) >> (8 * b)
+        e0 = e
+        if not full:
+            for j in range(0, o.size, GROUP):
+                mask = np.uint64(0)
+                if j + GROUP <= o.size:
+                    mask = _difference_mask(o, w, j, np.uint64(8 * width))
+                else:
+                    for i in range(o.size - j):
+                        if (np.uint64(o[j + i] ^ w[j + i]) >> np.uint64(8 * width)) != 0:
+                            mask |= ONE << np.uint64(i)
+                while mask != 0:
+                    p = np.int64(j) + np.int64(_lowest(mask))
+                    wide_offsets[e] = p
+                    wide_values[e] = o[p] ^ w[p]
+                    e += 1
+                    for b in range(width):
+                        planes[b, c * CHUNK + p] = 0
+                    mask &= mask - ONE
+        counts[c, 1] = e - e0
+        if update:
+            o[:] = w
+    return e
+
+
+@compiled
+def _read_through(words: np.ndarray) -> np.uint64:
+    """Bring a chunk into the cache in order; the result only keeps the loop alive."""
+    octets = words.view(np.uint8)
+    wide = octets[: octets.size // 8 * 8].view(np.uint64)
+    total = np.uint64(0)
+    for i in range(wide.size):
+        total ^= wide[i]
+    return total
+
+
+@compiled
+def _toggle(words: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
+    if words.size == CHUNK:
+        for j in range(offsets.size):
+            words[offsets[j]] ^= values[j]
+        return
+    for j in range(offsets.size):
+        if np.int64(offsets[j]) < words.size:
+            words[offsets[j]] ^= values[j]
+
+
+@compiled
+def apply_sparse(words: np.ndarray, counts: np.ndarray, offsets: np.ndarray, values: np.ndarray,
+                 wide_offsets: np.ndarray, wide_values: np.ndarray, with_digest: bool,
+                 first_word: int) -> tuple[np.uint64, np.uint64]:
+    """XOR the listed words in place.
+
+    Returns:
+        The digest of the task afterwards (0 without `with_digest`), and a number without meaning.
+    """
+    k = 0
+    e = 0
+    total = np.uint64(0)
+    seen = np.uint64(0)
+    for c in range(counts.shape[0]):
+        v = words[c * CHUNK : (c + 1) * CHUNK]
+        n = counts[c, 0]
+        m = counts[c, 1]
+        density = (n + m) / v.size
+        if density < READ_AHEAD_TO and (with_digest or density > READ_AHEAD_FROM):
+            seen ^= _read_through(v)
+        _toggle(v, offsets[k : k + n], values[k : k + n])
+        _toggle(v, wide_offsets[e : e + m], wide_values[e : e + m])
+        k += n
+        e += m
+        if with_digest:
+            total += digest(v.view(np.uint8), first_word + c * (CHUNK // 8) * words.itemsize)
+    return total, seen
+
+
+@compiled
+def apply_dense(words: np.ndarray, planes: np.ndarray, counts: np.ndarray, wide_offsets: np.ndarray,
+                wide_values: np.ndarray, with_digest: bool, first_word: int) -> np.uint64:
+    """XOR the planes and the wide list in place, and return the digest afterwards (0 without `with_digest`)."""
+    e = 0
+    total = np.uint64(0)
+    for c in range(counts.shape[0]):
+        v = words[c * CHUNK : (c + 1) * CHUNK]
+        for b in range(planes.shape[0]):
+            plane = planes[b, c * CHUNK : (c + 1) * CHUNK]
+            if b == 0:
+                for j in range(v.size):
+                    v[j] ^= plane[j]
+            else:
+                for j in range(v.size):
+                    v[j] ^= np.uint32(plane[j]) << np.uint32(8 * b)
+        m = counts[c, 1]
+        _toggle(v, wide_offsets[e : e + m], wide_values[e : e + m])
+        e += m
+        if with_digest:
+            total += digest(v.view(np.uint8), first_word + c * (CHUNK // 8) * words.itemsize)
+    return total
