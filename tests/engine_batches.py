@@ -12,7 +12,9 @@ from megatron_async.engine.sequences import Packed, Sequence
 VOCAB = 96
 ENTROPY_WEIGHT = 0.1
 # A large epsilon keeps Adam smooth where a gradient is near 0: without it rounding decides the sign of the step.
-OPTIMIZER = OptimizerConfig(lr=2e-2, adam_eps=1e-2, adam_beta2=0.95, weight_decay=0.0, clip_grad=0.5, lr_warmup_steps=2)
+OPTIMIZER = OptimizerConfig(
+    lr=2e-2, adam_eps=1e-2, adam_beta2=0.95, weight_decay=0.0, clip_grad=0.5, lr_warmup_steps=2
+)
 LRS = (1e-2, 2e-2, 2e-2)
 """Learning rates of the first steps under OPTIMIZER's schedule."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
 from megatron_async.engine.sequences import Sequence
 from tests.engine_batches import ENTROPY_WEIGHT, LRS, OPTIMIZER, VOCAB, make_sequences, step_batches
 
@@ -16,7 +17,7 @@ if not torch.cuda.is_available():
             signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             torch.library.define(f"torchvision::{operator}", signature)
 
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -34,12 +35,17 @@ COMMON = {
 
 
 def make_model(kind: str, seed: int = 7) -> torch.nn.Module:
-    """"dense" (tied embeddings) or "moe" (untied, one dense layer), every weight non-trivial."""
+    """ "dense" (tied embeddings) or "moe" (untied, one dense layer), every weight non-trivial."""
     torch.manual_seed(seed)
     if kind == "dense":
         model: torch.nn.Module = Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=True))
     else:
-        moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        moe = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
         config = Qwen3MoeConfig(
             **COMMON, **moe, mlp_only_layers=[2], decoder_sparse_step=1, tie_word_embeddings=False
         )
@@ -75,16 +81,18 @@ def reference_loss(model: torch.nn.Module, sequences: list[Sequence]) -> tuple[t
 def write_reference(directory: Path, kind: str) -> None:
     """Save the checkpoint (`model/`) and transformers' results on it (`reference.safetensors`).
 
-    Results: log-probs and entropies (`tokens`), `loss`, `grad.*`, and with torch's AdamW the weights after the steps
-    of step_batches (`stepped.*`) and the gradient norms met (`norms`).
+    Results: log-probs and entropies (`tokens`), `loss`, `grad.*`, their `norm`, and with torch's AdamW the weights
+    after the steps of step_batches (`stepped.*`) and the gradient norms met (`norms`).
     """
     model = make_model(kind)
     model.save_pretrained(directory / "model")
     loss, tokens = reference_loss(model, make_sequences())
     loss.backward()
     tensors = {"tokens": tokens, "loss": loss.detach()[None]}
-    tensors |= {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    tensors |= {f"grad.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
     betas = (OPTIMIZER.adam_beta1, OPTIMIZER.adam_beta2)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    tensors |= {"norm": norm[None]}
     adam = torch.optim.AdamW(model.parameters(), betas=betas, eps=OPTIMIZER.adam_eps, weight_decay=0.0)
     norms = []
     for lr, sequences in zip(LRS, step_batches(), strict=True):
@@ -95,4 +103,6 @@ def write_reference(directory: Path, kind: str) -> None:
         adam.step()
     tensors |= {"norms": torch.stack(norms)}
     tensors |= {f"stepped.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "reference.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "reference.safetensors"
+    )

@@ -25,7 +25,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
@@ -64,14 +65,20 @@ class PackedAttention(MegatronModule):
         """Attend causally inside each packed sequence, or inside each row of a plain batch."""
         if packed_seq_params is None:
             if attention_mask is not None or self.cp.size() > 1:
-                raise ValueError("PackedAttention takes plain causal batches without a mask, or packed sequences")
+                raise ValueError(
+                    "PackedAttention takes plain causal batches without a mask, or packed sequences"
+                )
             heads_first = (t.permute(1, 2, 0, 3) for t in (query, key, value))
             return self._attend(*heads_first).permute(2, 0, 1, 3).flatten(2)
         lengths = _lengths(packed_seq_params)
         if self.cp.size() > 1:
             return self._packed_context_parallel(query, key, value, lengths)
         streams = (t.transpose(0, 1).split(lengths, 1) for t in (query, key, value))
-        return torch.cat([self._attend(q, k, v) for q, k, v in zip(*streams, strict=True)], 1).transpose(0, 1).flatten(1)
+        return (
+            torch.cat([self._attend(q, k, v) for q, k, v in zip(*streams, strict=True)], 1)
+            .transpose(0, 1)
+            .flatten(1)
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., heads, s, d] × [..., groups, s, d] → [..., heads, s, d]."""
@@ -79,7 +86,9 @@ class PackedAttention(MegatronModule):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
         )
 
-    def _packed_context_parallel(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    def _packed_context_parallel(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+    ) -> Tensor:
         size, rank = self.cp.size(), self.cp.rank()
         local = [n // size for n in lengths]
         key, value = (gather_from_sequence_parallel_region(t, group=self.cp) for t in (key, value))
@@ -92,7 +101,8 @@ class PackedAttention(MegatronModule):
             mask = positions.flatten()[None, :] <= positions[rank][:, None]
             k = torch.cat([part[i] for part in key_parts])
             v = torch.cat([part[i] for part in value_parts])
-            outputs.append(self._attend(*(t.transpose(0, 1) for t in (q, k, v)), mask=mask).transpose(0, 1))
+            attended = self._attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask)
+            outputs.append(attended.transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
 

@@ -147,8 +147,8 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> Callable[[],
 
 
 def _rope_for_context_parallel() -> None:
-    utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    embedding = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    utils: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    embedding: Any = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
 
     def positions_of_this_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         size, rank = cp_group.size(), cp_group.rank()
@@ -238,7 +238,10 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "gradient-norm",
         "gradient norm and clipping create tensors on 'cuda'",
         _literals(
-            f"{_OPTIMIZER}.clip_grads", "get_grad_norm_fp32", "clip_grad_by_total_norm_fp32", "count_zeros_fp32"
+            f"{_OPTIMIZER}.clip_grads",
+            "get_grad_norm_fp32",
+            "clip_grad_by_total_norm_fp32",
+            "count_zeros_fp32",
         ),
     ),
     Adjustment(
@@ -308,7 +311,9 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "rng-set",
         "the generator state is written to torch.cuda.default_generators",
         _replace(
-            _RANDOM, "_set_cuda_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state)
+            _RANDOM,
+            "_set_cuda_rng_state",
+            lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state),
         ),
     ),
 )

@@ -25,7 +25,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits: Tensor, targets: Tensor, inverse_temperature: Tensor, group: Any, entropy: bool, chunk: int
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        inverse_temperature: Tensor,
+        group: Any,
+        entropy: bool,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         first = dist.get_rank(group) * logits.shape[-1]
         local_targets = targets - first

@@ -41,7 +41,9 @@ class Part:
 class ExportPlan:
     """Who sends what, computed once per model (collective)."""
 
-    def __init__(self, table: NameTable, pieces: list[Piece], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self, table: NameTable, pieces: list[Piece], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    ) -> None:
         self._local = {(piece.row.hf_name, piece.index): piece for piece in pieces}
         self._dtype, self._device = pieces[0].view.dtype, pieces[0].view.device
         gathered: list[list[tuple[str, Index]]] = [[] for _ in range(dist.get_world_size())]
@@ -51,7 +53,9 @@ class ExportPlan:
             for name, index in names:
                 owners.setdefault(name, {}).setdefault(index, rank)
         _check_coverage(table, owners)
-        parts = [[Part(row, index, rank) for index, rank in owners[row.hf_name].items()] for row in table.rows]
+        parts = [
+            [Part(row, index, rank) for index, rank in owners[row.hf_name].items()] for row in table.rows
+        ]
         self.buckets = _buckets(parts, bucket_bytes // self._dtype.itemsize)
 
     @torch.no_grad()
@@ -127,7 +131,9 @@ class CheckpointWriter:
     The directory of an earlier checkpoint at the same path is replaced.
     """
 
-    def __init__(self, path: Path, source: Path, dtype: torch.dtype, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    def __init__(
+        self, path: Path, source: Path, dtype: torch.dtype, shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> None:
         self.path, self._source, self._dtype, self._limit = path, source, dtype, shard_bytes
         self._partial = path.with_name(path.name + ".partial")
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -172,7 +178,9 @@ class CheckpointWriter:
     def _copy_companions(self) -> None:
         """Configuration (with the dtype that was written), tokenizer, templates: all but weights."""
         for file in sorted(self._source.iterdir()):
-            is_weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name == INDEX_FILE
+            is_weights = (
+                file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name == INDEX_FILE
+            )
             if file.is_file() and not is_weights and file.name != "config.json":
                 shutil.copy2(file, self._partial / file.name)
         config = json.loads((self._source / "config.json").read_text())

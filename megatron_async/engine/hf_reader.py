@@ -103,12 +103,14 @@ def _locate(path: Path) -> dict[str, str]:
         missing = sorted({name for name in files.values() if not (path / name).is_file()})
         if missing:
             raise CheckpointMissing(
-                f"{path / INDEX_FILE} names {len(missing)} weight file(s) that are not there: {', '.join(missing[:5])}; "
-                f"download the checkpoint again"
+                f"{path / INDEX_FILE} names {len(missing)} weight file(s) that are not there: "
+                f"{', '.join(missing[:5])}; download the checkpoint again"
             )
         return files
     if not (path / SINGLE_FILE).is_file():
-        raise CheckpointMissing(f"{path.absolute()} holds neither {SINGLE_FILE} nor {INDEX_FILE}; check model.path")
+        raise CheckpointMissing(
+            f"{path.absolute()} holds neither {SINGLE_FILE} nor {INDEX_FILE}; check model.path"
+        )
     with safe_open(path / SINGLE_FILE, framework="pt") as handle:
         return dict.fromkeys(handle.keys(), SINGLE_FILE)
 
@@ -125,7 +127,11 @@ def load_pieces(path: str | Path, table: NameTable, pieces: Iterable[Piece]) -> 
     table.check_names(reader.names(), str(path))
     wrong = [row for row in table.rows if reader.shape(row.hf_name) != row.shape]
     if wrong:
-        listed = "\n".join(f"  {row.hf_name}: config {row.shape}, file {reader.shape(row.hf_name)}" for row in wrong[:12])
-        raise WeightMismatch(f"{len(wrong)} tensor(s) of {path} do not have the shape that config.json implies:\n{listed}")
+        listed = "\n".join(
+            f"  {row.hf_name}: config {row.shape}, file {reader.shape(row.hf_name)}" for row in wrong[:12]
+        )
+        raise WeightMismatch(
+            f"{len(wrong)} tensor(s) of {path} do not have the shape that config.json implies:\n{listed}"
+        )
     for piece in pieces:
         piece.copy_from(reader.read(piece.row.hf_name, piece.index))

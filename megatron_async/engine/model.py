@@ -60,7 +60,9 @@ def check_model_fits(hf: HFConfig, layout: LayoutConfig) -> None:
             f"but the checkpoint is dense ({hf.model_type}); set both to 1"
         )
     if hf.is_moe and tp > 1 and not platform.sequence_parallel(layout):
-        raise LayoutError("training a mixture of experts with tensor parallel needs layout.sequence_parallel=true")
+        raise LayoutError(
+            "training a mixture of experts with tensor parallel needs layout.sequence_parallel=true"
+        )
 
 
 def transformer_config(
@@ -97,6 +99,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Micro-batches differ in length, so the pipeline's peers exchange shapes.
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        # The other dispatcher refuses micro-batches of different length, even for a dense model.
+        moe_token_dispatcher_type="alltoall",
         **_parallel_options(layout),
         **_moe_options(hf),
         **recompute,
@@ -133,7 +137,6 @@ def _moe_options(hf: HFConfig) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 

@@ -55,7 +55,8 @@ def wrap_ddp(
         average_in_collective=False,
     )
     wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
     ]
     for chunk in wrapped:
         chunk.broadcast_params()

@@ -57,8 +57,8 @@ def pack(
     longest = max(sizes)
     if longest > budget:
         raise PackingError(
-            f"sequence {sizes.index(longest)} takes {longest} tokens, more than one micro-batch holds ({budget}); raise "
-            f"trainer.micro_batch_tokens or lower rollout.max_tokens"
+            f"sequence {sizes.index(longest)} takes {longest} tokens, more than one micro-batch holds "
+            f"({budget}); raise trainer.micro_batch_tokens or lower rollout.max_tokens"
         )
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     packed = _first_fit(order, sizes, budget)

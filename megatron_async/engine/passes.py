@@ -51,21 +51,21 @@ class PassResult:
         dist.all_reduce(values)
         return values.cpu().numpy()
 
-    def gather_stats(self) -> tuple[float, dict[str, float]]:
-        """Loss and statistics summed over the global batch, on every rank (collective)."""
-        local: dict[str, float] = {}
+    def gather_stats(self) -> tuple[float, dict[str, NDArray[np.float64]]]:
+        """Loss, and statistics of any shape, summed over the global batch, on every rank (collective)."""
+        local: dict[str, NDArray[np.float64]] = {}
         if _reports():
             for result in self.micro_results:
-                named = {**result.stats, "": result.loss} if result.loss is not None else result.stats
-                for name, value in named.items():
-                    local[name] = local.get(name, 0.0) + float(value)
-        everywhere: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+                reported = {**result.stats, "": result.loss} if result.loss is not None else result.stats
+                for name, value in reported.items():
+                    local[name] = np.asarray(local.get(name, 0.0) + value.double().cpu().numpy())
+        everywhere: list[dict[str, NDArray[np.float64]]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, local)
-        total: dict[str, float] = {}
+        total: dict[str, NDArray[np.float64]] = {}
         for part in everywhere:
-            for name, value in part.items():
-                total[name] = total.get(name, 0.0) + value
-        return total.pop("", 0.0), total
+            for name, amount in part.items():
+                total[name] = np.asarray(total.get(name, 0.0) + amount)
+        return float(total.pop("", np.zeros(()))), total
 
 
 def _reports() -> bool:
@@ -114,7 +114,9 @@ def _finish(
     """Megatron's loss function: (loss, token count, report); the count is ignored by our gradient finalisation."""
     group = parallel_state.get_tensor_model_parallel_group()
     logprobs, entropies = token_logprobs(logits, micro_batch, group, entropy=entropy)
-    packed, loss, stats = micro_batch.packed, None, {}
+    packed = micro_batch.packed
+    loss: Tensor | None = None
+    stats: dict[str, Tensor] = {}
     if loss_fn is not None and len(packed) > 0:
         loss, stats = loss_fn(packed, logprobs, entropies)
     results.append(

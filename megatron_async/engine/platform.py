@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from megatron_async.config.schema import LayoutConfig
 from megatron_async.errors import UserError
@@ -108,7 +109,10 @@ def check_layout(layout: LayoutConfig, world_size: int) -> None:
             f"layout.world_size is {layout.world_size} but {world_size} trainer rank(s) were started; start "
             f"{layout.world_size} (torchrun --nproc-per-node) or set layout.world_size={world_size}"
         )
-    for what, size in (("tensor x context x pipeline", tp * cp * pp), ("expert x expert-tensor x pipeline", ep * etp * pp)):
+    for what, size in (
+        ("tensor x context x pipeline", tp * cp * pp),
+        ("expert x expert-tensor x pipeline", ep * etp * pp),
+    ):
         if world_size % size:
             raise PlatformError(
                 f"{world_size} rank(s) cannot form the layout: {what} parallel sizes multiply to {size}, and "
@@ -143,7 +147,9 @@ def init_distributed(layout: LayoutConfig, seed: int, *, deadline_s: float = 600
         if "RANK" in os.environ:
             dist.init_process_group(platform.backend, timeout=timeout)
         else:
-            dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(
+                platform.backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+            )
     global _joined
     check_layout(layout, dist.get_world_size())
     if _joined != layout:

@@ -53,7 +53,7 @@ class TrainStepResult:
         loss: the globally normalised loss.
         grad_norm: global gradient norm before clipping.
         lr: learning rate used.
-        stats: what ``loss_fn`` reported, summed over the global batch.
+        stats: what ``loss_fn`` reported (any shapes), summed over the global batch.
         logprobs: float32 [L] per sequence, token-aligned, under the weights before the step.
         seconds: wall time by stage (pack, forward_backward, optimizer, gather).
         skipped: why no optimiser step was made, or None.
@@ -64,7 +64,7 @@ class TrainStepResult:
     loss: float
     grad_norm: float
     lr: float
-    stats: dict[str, float]
+    stats: dict[str, NDArray[np.float64]]
     logprobs: LogProbs
     seconds: dict[str, float]
     skipped: str | None
@@ -105,6 +105,7 @@ class Policy:
         self.models = chunks
         self.chunks: list[Any] = list(chunks)
         self.optimizer: Optimizer | None = None
+        self._mark_shards()
         self.load_hf(model_config.path)
         if optimizer is not None:
             distributed = trainer.use_distributed_optimizer
@@ -168,7 +169,7 @@ class Policy:
         Args:
             sequences: the whole global batch, equal on every rank.
             loss_fn: ``(packed, logprobs [T], entropy [T]) → (loss, stats)``: the scalar part of the globally normalised
-                loss that the micro-batch's tokens contribute, and detached scalars to be summed over the batch. It is
+                loss that the micro-batch's tokens contribute, and detached tensors to be summed over the batch. It is
                 not called for micro-batches without tokens.
 
         Raises:
@@ -176,7 +177,9 @@ class Policy:
             RuntimeError: built without an optimiser.
         """
         if self.optimizer is None:
-            raise RuntimeError("this policy was built without an optimiser; pass an OptimizerConfig to Policy.build")
+            raise RuntimeError(
+                "this policy was built without an optimiser; pass an OptimizerConfig to Policy.build"
+            )
         watch = _Stopwatch()
         batch, plan = self._plan(sequences)
         inactive = _without_active_tokens(batch)
@@ -221,7 +224,9 @@ class Policy:
             )
         return batch, plan
 
-    def _run(self, batch: BatchIndex, plan: PackingPlan, loss_fn: LossFn | None, *, entropy: bool) -> PassResult:
+    def _run(
+        self, batch: BatchIndex, plan: PackingPlan, loss_fn: LossFn | None, *, entropy: bool
+    ) -> PassResult:
         members = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         micro_batches = [build_micro_batch(batch, chosen, self._cut) for chosen in members]
         return run_pass(self.chunks, micro_batches, loss_fn, entropy=entropy)
@@ -249,6 +254,19 @@ class Policy:
             layers = [layer.layer_number - 1 for layer in model.decoder.layers]
             for name, parameter in model.named_parameters():
                 yield global_name(name, layers, first_expert), parameter
+
+    def _mark_shards(self) -> None:
+        """Tell Megatron which parameters are cut over tensor-parallel ranks.
+
+        It marks them only while initialising weights, which building from a checkpoint skips; without the marks the
+        gradient norm would count the first tensor-parallel rank's shards alone, and clip too late.
+        """
+        for name, parameter in self.named_parameters():
+            axis = self.table.rows_of(name)[0].shard_axis
+            marks: Any = parameter
+            marks.tensor_model_parallel = axis is not None
+            marks.partition_dim = -1 if axis is None else axis
+            marks.partition_stride = 1
 
     def pieces(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Piece]:
         """Views of this rank's parameters as rectangles of Hugging Face tensors.
@@ -298,7 +316,9 @@ class Policy:
         """
         writer: CheckpointWriter | None = None
         if torch.distributed.get_rank() == 0:
-            writer = CheckpointWriter(Path(path), Path(self.model_config.path), DTYPES[self.model_config.dtype])
+            writer = CheckpointWriter(
+                Path(path), Path(self.model_config.path), DTYPES[self.model_config.dtype]
+            )
         for name, tensor in self.export():
             if writer is not None and tensor is not None:
                 writer.add(name, tensor)

@@ -44,7 +44,9 @@ class Sequence:
             raise ValueError("a sequence needs at least one token")
         wrong = {name: len(array) for name, array in self.arrays.items() if len(array) != len(self.token_ids)}
         if wrong:
-            raise ValueError(f"arrays must have one value per token: {len(self.token_ids)} tokens, but {wrong}")
+            raise ValueError(
+                f"arrays must have one value per token: {len(self.token_ids)} tokens, but {wrong}"
+            )
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature {self.temperature} has no log-probs (greedy decoding puts all mass on one token); train "
@@ -222,7 +224,9 @@ def _attention_params(padded: list[int], device: torch.device) -> PackedSeqParam
     )
 
 
-def _packed(batch: BatchIndex, members: tuple[int, ...], stream: _Stream, spoken: Array, tensor: Any) -> Packed:
+def _packed(
+    batch: BatchIndex, members: tuple[int, ...], stream: _Stream, spoken: Array, tensor: Any
+) -> Packed:
     flat = stream.flat_index[spoken]
     return Packed(
         token_ids=tensor(stream.token_ids[spoken]),

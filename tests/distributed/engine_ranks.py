@@ -95,7 +95,8 @@ def inspect_gradients(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
         "token_error": float(np.abs(own - reference["tokens"].numpy()).max()),
         "train_logprob_error": float(np.abs(np.concatenate(result.logprobs) - own[0]).max()),
         "loss_error": abs(result.loss - reference["loss"].item()),
-        "tokens_counted": result.stats["tokens"],
+        "norm_error": abs(result.grad_norm / reference["norm"].item() - 1.0),
+        "tokens_counted": float(result.stats["tokens"]),
         "gradient_error": worst,
         "gradient_tensor": name,
         "gradients_compared": len(gradients),
@@ -109,9 +110,10 @@ def inspect_steps(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     trainer = TrainerConfig(use_distributed_optimizer=True, micro_batch_tokens=48)
     model = ModelConfig(path=str(directory / "model"), dtype="float32")
     policy = Policy.build(model, layout, trainer, OPTIMIZER)
-    norms = []
-    for sequences in step_batches():
-        norms.append(policy.train_step(sequences, weighted_loss(sum(map(len, sequences)))).grad_norm)
+    norms = [
+        policy.train_step(sequences, weighted_loss(sum(map(len, sequences)))).grad_norm
+        for sequences in step_batches()
+    ]
     weights = {name: tensor.clone() for name, tensor in policy.export() if tensor is not None}
     if dist.get_rank() != 0:
         return {}
@@ -122,7 +124,7 @@ def inspect_steps(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     return {
         "step_error": worst,
         "step_tensor": name,
-        "norm_error": ((torch.tensor(norms) - expected) / expected).abs().max().item(),
+        "step_norm_error": ((torch.tensor(norms) - expected) / expected).abs().max().item(),
     }
 
 
