@@ -27,6 +27,7 @@ from megatron_async.rollout.environments.base import (
 
 if TYPE_CHECKING:
     from megatron_async.config.schema import EnvironmentConfig
+    from megatron_async.rollout.chat import ChatFormat
 
 __all__ = [
     "ENVIRONMENTS",
@@ -40,6 +41,7 @@ __all__ = [
     "Task",
     "TaskSource",
     "ToolCall",
+    "build_demonstrations",
     "build_task_source",
 ]
 
@@ -50,6 +52,12 @@ ENVIRONMENTS: dict[str, str] = {
 }
 
 
+DEMONSTRATIONS: dict[str, str] = {
+    "desk": "megatron_async.rollout.environments.desk_demonstrations:build",
+}
+"""Environments that can demonstrate their task for a warm start."""
+
+
 def build_task_source(config: EnvironmentConfig, split: Split, seed: int) -> TaskSource:
     """The tasks of one split. `seed` shuffles which tasks a run sees; the splits are disjoint for every seed.
 
@@ -58,6 +66,22 @@ def build_task_source(config: EnvironmentConfig, split: Split, seed: int) -> Tas
     if split not in ("train", "heldout"):
         raise ValueError(f"unknown split {split!r}: use 'train' or 'heldout'")
     return _factory(config.name)(config.options, split, seed)
+
+
+def build_demonstrations(
+    config: EnvironmentConfig, count: int, seed: int, chat: ChatFormat
+) -> list[tuple[list[int], list[bool]]]:
+    """`count` demonstrations as (token_ids, action_mask) pairs, written by `chat`.
+
+    Raises ValueError for an environment that has no demonstrator.
+    """
+    target = DEMONSTRATIONS.get(config.name)
+    if target is None:
+        raise ValueError(f"environment {config.name!r} has no demonstrations; known: {sorted(DEMONSTRATIONS)}")
+    module, _, attribute = target.partition(":")
+    build = getattr(importlib.import_module(module), attribute)
+    pairs: list[tuple[list[int], list[bool]]] = build(config.options, count, seed, chat)
+    return pairs
 
 
 def _factory(name: str) -> Factory:

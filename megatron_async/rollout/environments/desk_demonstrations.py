@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments.base import Environment
 from megatron_async.rollout.environments.desk import DeskTasks
 from megatron_async.rollout.environments.desk_agents import Script, draw_habits, script
-from megatron_async.rollout.environments.desk_policy import DeskPolicy
+from megatron_async.rollout.environments.desk_policy import DeskPolicy, policy_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,13 @@ def demonstrations(
     """
     recorded = record(count, seed, chat, p_skip_user, p_skip_order, policy or DeskPolicy())
     return [(episode.token_ids, episode.loss_mask) for episode in recorded]
+
+
+def build(
+    options: Mapping[str, Any], count: int, seed: int, chat: ChatFormat
+) -> list[tuple[list[int], list[bool]]]:
+    """`demonstrations` for the environment options of a run."""
+    return demonstrations(count, seed, chat, policy=policy_from(options.get("policy", "cancel_allowed")))
 
 
 def record(

@@ -1,0 +1,153 @@
+"""`megatron-async launch`: start every part of a run, watch them, stop them, report.
+
+The parts: inference engines (SGLang servers), one rollout process, the trainer ranks under torchrun. Everything a
+run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl-C), no process survives it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from megatron_async import config as configuration
+from megatron_async.bank import Bank
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.observe import RunFiles, append_evaluation
+from megatron_async.observe.progress import Progress
+from megatron_async.observe.report import write_report
+from megatron_async.rollout.evaluation import evaluate_engines
+from megatron_async.supervise import Part, PartFailed, StopRequested, python_module, stop_on_signals, supervised, watch
+from sglang_bridge import BridgeError, EngineServer, ServerOptions
+
+EXIT_STOPPED = 130
+"""Exit code after Ctrl-C, as shells use it."""
+
+_ENGINE_STOP_S = 3.0
+
+
+def run(config: RunConfig, *, fresh: bool = False) -> int:
+    """Run the whole job; returns the exit code.
+
+    fresh: delete what an earlier run of the same name left.
+    Raises UserError for what the user can mend.
+    """
+    files = create_folder(config, fresh=fresh)
+    try:
+        with stop_on_signals():
+            _run(config, files)
+    except StopRequested as stop:
+        print(f"stopped by {stop}; finished trajectories and metrics are in {files.root}")
+        return EXIT_STOPPED
+    except BridgeError as error:  # the bridge is usable alone and does not know UserError
+        raise UserError(str(error)) from error
+    print(write_report(files.root))
+    return 0
+
+
+def _run(config: RunConfig, files: RunFiles) -> None:
+    with engines(config, files) as servers:
+        _evaluate(config, servers, step=0)
+        with supervised([]) as parts:
+            for part in (_rollout(files), _trainer(config, files)):
+                parts.append(part)
+                part.start()
+            trainer = parts[-1]
+            with Progress(config) as progress:
+                watch(parts, lambda: trainer.poll() == 0, _tick(progress, servers))
+        _evaluate(config, servers, step=config.steps)
+
+
+def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
+    """Make the run's folder with its resolved configuration and a bank that knows version 0.
+
+    Raises UserError when a run of that name is there and `fresh` is not asked for: its trajectories and metrics
+    would mix with the new ones.
+    """
+    files = RunFiles(config.run_path)
+    if files.config.exists() and not fresh:
+        raise UserError(
+            f"{files.root} already holds a run. Choose another name (--set name=...), or pass --fresh to delete it "
+            "and start again."
+        )
+    if fresh and files.root.exists():
+        shutil.rmtree(files.root)
+    for folder in (files.root, files.logs, files.status):
+        folder.mkdir(parents=True, exist_ok=True)
+    files.config.write_text(configuration.dump(config))
+    bank = Bank.open(config.bank_url)
+    bank.set_state("phase", "training")
+    bank.close()
+    return files
+
+
+@contextmanager
+def engines(config: RunConfig, files: RunFiles) -> Iterator[list[EngineServer]]:
+    """The inference servers of a run, all ready; their addresses are in `engines.json`."""
+    options = server_options(config)
+    with ExitStack() as stack:
+        servers = []
+        for i in range(config.engines.count):
+            port = config.engines.base_port + i if config.engines.base_port else 0
+            server = EngineServer(
+                config.model.path, config.engines.host, port, log_path=files.logs / f"engine_{i}.log", options=options
+            )
+            stack.callback(server.stop, _ENGINE_STOP_S)
+            server.start()
+            servers.append(server)
+        for server in servers:
+            server.wait_ready(config.engines.start_deadline_s)
+        addresses = {"engines": [{"url": server.url} for server in servers]}
+        (files.root / "engines.json").write_text(json.dumps(addresses, indent=1))
+        yield servers
+
+
+def server_options(config: RunConfig) -> ServerOptions:
+    """SGLang's options for one engine of this run."""
+    return ServerOptions(
+        dtype=config.model.dtype,
+        tensor_parallel_size=config.engines.tensor_parallel_size,
+        max_total_tokens=config.engines.max_total_tokens,
+        mem_fraction_static=config.engines.mem_fraction_static,
+        routed_experts=config.engines.routed_experts,
+        extra_args=config.engines.extra_args,
+    )
+
+
+def trainer_command(config: RunConfig, config_path: str) -> list[str]:
+    """argv of the trainer ranks on this node: torchrun around `megatron-async train`."""
+    ranks = config.trainer.nproc_per_node or config.layout.world_size // config.trainer.nodes
+    rendezvous = ["--standalone"] if config.trainer.nodes == 1 else ["--nnodes", str(config.trainer.nodes)]
+    return python_module(
+        "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks),
+        "-m", "megatron_async", "train", "--config", config_path,
+    )
+
+
+def _rollout(files: RunFiles) -> Part:
+    command = python_module("megatron_async", "rollout", "--config", str(files.config))
+    return Part("rollout", command, files.logs / "rollout.log")
+
+
+def _trainer(config: RunConfig, files: RunFiles) -> Part:
+    return Part("trainer", trainer_command(config, str(files.config)), files.logs / "trainer.log")
+
+
+def _tick(progress: Progress, servers: list[EngineServer]) -> Callable[[], None]:
+    """Redraws the progress and notices an engine that died."""
+
+    def tick() -> None:
+        progress.refresh()
+        for server in servers:
+            if not server.alive():
+                raise PartFailed(f"the engine at {server.url} died; its log ends:\n{server.log_tail()}")
+
+    return tick
+
+
+def _evaluate(config: RunConfig, servers: list[EngineServer], step: int) -> None:
+    """Held-out success of what the engines hold now, into evaluations.jsonl."""
+    result = evaluate_engines(config, [server.url for server in servers])
+    append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})

@@ -1,0 +1,74 @@
+"""The training loop: take a batch, recover its old log-probs, update, publish.
+
+Runs under torchrun on every trainer rank. Versions are the spine: the batch holds tokens of versions up to
+`version`; the update makes `version + 1`, which is recorded before any engine samples with it.
+"""
+
+from __future__ import annotations
+
+from megatron_async.advantages import build_advantage
+from megatron_async.config.schema import RunConfig
+from megatron_async.engine.policy import TrainStepResult
+from megatron_async.engine.sequences import Sequence
+from megatron_async.objectives import build_objective
+from megatron_async.old_logits import AnchorLogprobs, build_source
+from megatron_async.training.batch import Batch, to_sequences, with_arrays
+from megatron_async.training.loss import batch_state, global_counts, policy_loss
+from megatron_async.training.session import Session
+from megatron_async.trajectory import Trajectory
+
+
+def main(config: RunConfig) -> int:
+    """Train `config.steps` steps; returns the exit code."""
+    with Session.open(config) as session:
+        loop = Loop(config, session)
+        for step in range(session.first_step, config.steps):
+            loop.step(step)
+        session.save_final()
+    return 0
+
+
+class Loop:
+    """One step of asynchronous RL; the state that outlives a step is the session's."""
+
+    def __init__(self, config: RunConfig, session: Session) -> None:
+        self.config = config
+        self.session = session
+        self.objective = build_objective(config.objective)
+        self.advantage = build_advantage(config.advantage)
+        self.old_logits = build_source(config, session.policy, self.objective.needs)
+
+    def step(self, step: int) -> None:
+        session, version = self.session, self.session.version
+        with session.stage("wait_batch", step):
+            batch = self.assemble(session.feed.take(step, version), version)
+        with session.stage("old_logits", step):
+            sequences = to_sequences(batch)
+            anchors = self.old_logits.score(sequences)
+        with session.stage("update", step):
+            results = self.update(sequences, anchors)
+        with session.stage("publish", step):
+            published = session.advance(step, updated=any(result.skipped is None for result in results))
+        session.finish_step(step, batch, anchors, self.objective, results, published)
+
+    def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
+        """Rewards to advantages; groups without any signal are left out of the loss if so configured."""
+        rewards = [trajectory.reward for trajectory in trajectories]
+        groups = [trajectory.group_id for trajectory in trajectories]
+        advantages = self.advantage(rewards, groups, [trajectory.prompt_id for trajectory in trajectories])
+        drop = self.config.advantage.drop_zero_variance_groups
+        trained = [i for i, advantage in enumerate(advantages) if advantage != 0.0 or not drop]
+        return Batch(trajectories, advantages, trained, version)
+
+    def update(self, sequences: list[Sequence], anchors: AnchorLogprobs) -> list[TrainStepResult]:
+        """`updates_per_batch` optimiser steps on disjoint parts of the batch; none for a batch without any signal."""
+        if not sequences:
+            return []
+        parts, whole = self.config.trainer.updates_per_batch, with_arrays(sequences, anchors)
+        needs_state = "batch_statistics" in self.objective.needs
+        state = batch_state(self.objective, whole, anchors.start) if needs_state else None
+        return [
+            self.session.policy.train_step(part, policy_loss(self.objective, global_counts(part), state))
+            for part in (whole[i::parts] for i in range(parts))
+            if part
+        ]

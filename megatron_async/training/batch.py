@@ -1,0 +1,145 @@
+"""From finished trajectories to the sequences that the engine trains on.
+
+Invariants: every rank holds the same batch in the same order; a trajectory enters a step at most once (the bank
+reserves it in a transaction); per-token arrays stay aligned to the token they speak of.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_async.bank import Bank
+from megatron_async.config.schema import RunConfig
+from megatron_async.engine.sequences import Sequence
+from megatron_async.errors import UserError
+from megatron_async.old_logits import AnchorLogprobs
+from megatron_async.training.control import Control
+from megatron_async.trajectory import Trajectory
+
+
+class BatchDeadline(UserError):
+    """No batch became ready in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains on.
+
+    trajectories: all that were taken. advantages: one scalar each. trained: indices of those that enter the loss
+    (a group whose members all have the same reward carries no gradient and may be left out).
+    """
+
+    trajectories: list[Trajectory]
+    advantages: list[float]
+    trained: list[int]
+    version: int
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trajectory.reward or 0.0 for trajectory in self.trajectories]
+
+    @property
+    def version_gaps(self) -> np.ndarray:
+        """int [A]: version gap n of every action token of the trained trajectories."""
+        gaps = [self.version - self.trajectories[i].versions[self.trajectories[i].loss_mask] for i in self.trained]
+        return np.concatenate(gaps) if gaps else np.zeros(0, np.int64)
+
+
+class BatchFeed:
+    """Takes batches from the bank on rank 0 and hands the same trajectories to every rank.
+
+    bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display).
+    """
+
+    def __init__(self, config: RunConfig, control: Control, bank: Bank | None, on_wait: Callable[[str], None]) -> None:
+        self._config = config
+        self._control = control
+        self._bank = bank
+        self._on_wait = on_wait
+
+    def take(self, step: int, version: int) -> list[Trajectory]:
+        """The batch of `step`, no token of it older than `version - max_staleness`.
+
+        Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing.
+        """
+        packed = self._control.from_rank_zero(lambda: _join([t.to_bytes() for t in self._wait(step, version)]))
+        return [Trajectory.from_bytes(part) for part in _split(packed)]
+
+    def _wait(self, step: int, version: int) -> list[Trajectory]:
+        assert self._bank is not None, "rank 0 owns the bank"
+        config, started = self._config, time.monotonic()
+        oldest = version - config.rollout.max_staleness
+        while True:
+            batch = self._bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)
+            if batch:
+                return batch
+            waited = time.monotonic() - started
+            if waited > config.trainer.deadline_s:
+                raise BatchDeadline(self._deadline_message(step, waited))
+            ready = self._bank.peek_ready(config.batch.group_size)
+            self._on_wait(f"batch: {ready} of {config.batch.groups} groups")
+            time.sleep(config.rollout.poll_s / 2)
+
+    def _deadline_message(self, step: int, waited: float) -> str:
+        assert self._bank is not None
+        config = self._config
+        return (
+            f"step {step}: no batch after {waited:.0f} s (trainer.deadline_s={config.trainer.deadline_s:g}): "
+            f"{self._bank.peek_ready(config.batch.group_size)} complete groups of {config.batch.group_size} are "
+            f"ready, {config.batch.groups} are needed; trajectories by state: {self._bank.counts()}. Look at what "
+            "the rollout waits for (status/rollout.json, logs/rollout.log), or raise trainer.deadline_s."
+        )
+
+
+def to_sequences(batch: Batch) -> list[Sequence]:
+    """Engine sequences of the trajectories that are trained, with every per-token array of the loss but the anchor.
+
+    Arrays, all [L] and token-aligned: rollout_logprobs (0 off the action tokens), action_mask, advantages,
+    version_gap, rewards.
+    """
+    return [_to_sequence(batch.trajectories[i], batch.advantages[i], batch.version) for i in batch.trained]
+
+
+def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequence:
+    mask = trajectory.loss_mask
+    length = len(trajectory.token_ids)
+    return Sequence(
+        token_ids=trajectory.token_ids,
+        temperature=trajectory.sampling.temperature,
+        arrays={
+            "rollout_logprobs": np.where(mask, trajectory.rollout_logprobs, 0.0).astype(np.float32),
+            "action_mask": mask,
+            "advantages": np.full(length, advantage, np.float32),
+            "version_gap": np.where(mask, version - trajectory.versions, 0).astype(np.int64),
+            "rewards": np.full(length, trajectory.reward or 0.0, np.float32),
+        },
+    )
+
+
+def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> list[Sequence]:
+    """The same sequences with the scored log-probs among their arrays."""
+    scored = {"anchor_logprobs": anchors.values, "reference_logprobs": anchors.reference}
+    present = {name: values for name, values in scored.items() if values is not None}
+    return [
+        Sequence(s.token_ids, s.temperature, {**s.arrays, **{name: values[i] for name, values in present.items()}})
+        for i, s in enumerate(sequences)
+    ]
+
+
+def _join(parts: SequenceOf[bytes]) -> bytes:
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def _split(data: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        parts.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    return parts

@@ -1,0 +1,82 @@
+"""Binds an objective to the engine: packed arrays become a TokenBatch, global counts its denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_async.engine.sequences import Packed, Sequence
+from megatron_async.objectives import BatchState, Normaliser, Objective, TokenBatch
+
+LossFunction = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+def global_counts(sequences: SequenceOf[Sequence]) -> Normaliser:
+    """Action tokens and sequences of the global batch; every rank holds the whole batch, so no collective."""
+    tokens = int(sum(sequence.arrays["action_mask"].sum() for sequence in sequences))
+    return Normaliser(tokens=tokens, sequences=len(sequences))
+
+
+def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor) -> TokenBatch:
+    """The objective's view of packed tokens. Without `anchor_logprobs` the objective takes the forward's own."""
+    return TokenBatch(
+        rollout_logprobs=arrays["rollout_logprobs"],
+        anchor_logprobs=arrays.get("anchor_logprobs"),
+        advantages=arrays["advantages"],
+        action_mask=arrays["action_mask"].bool(),
+        sequence_ids=sequence_ids,
+        version_gap=arrays["version_gap"],
+        reference_logprobs=arrays.get("reference_logprobs"),
+        rewards=arrays["rewards"],
+        age_seconds=arrays.get("age_seconds"),
+    )
+
+
+def batch_state(
+    objective: Objective, sequences: SequenceOf[Sequence], start_logprobs: SequenceOf[np.ndarray]
+) -> BatchState:
+    """Statistics of the global batch that the objective needs before its loss.
+
+    start_logprobs: float32 [L] per sequence under the weights at the start of the update. Every rank holds the whole
+    batch, so nothing is gathered. Raises EmptyBatch when no token may enter the loss.
+    """
+    names = sequences[0].arrays.keys()
+    arrays = {name: torch.from_numpy(np.concatenate([s.arrays[name] for s in sequences])) for name in names}
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    sequence_ids = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
+    start = torch.from_numpy(np.concatenate(list(start_logprobs)))
+    return objective.prepare(token_batch(arrays, sequence_ids), start, gather=lambda values: values)
+
+
+def policy_loss(objective: Objective, normaliser: Normaliser, state: BatchState | None = None) -> LossFunction:
+    """The engine's loss function for one batch; the loss is already divided by the global denominator."""
+
+    def loss(packed: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = token_batch(packed.arrays, packed.sequence_ids)
+        output = objective.loss(logprobs, batch, normaliser, entropy=entropy, state=state)
+        return output.loss, {**output.stats, "entropy": torch.where(batch.action_mask, entropy.detach(), 0.0).sum()}
+
+    return loss
+
+
+def supervised_loss(actions: int, context: int, context_weight: float) -> LossFunction:
+    """Cross-entropy on demonstrated actions, plus `context_weight` times that on the context.
+
+    actions, context: counts in the global batch (denominators).
+    """
+
+    def loss(packed: Packed, logprobs: Tensor, _entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        on_actions = _masked_mean(-logprobs, packed.arrays["action_mask"], actions)
+        on_context = _masked_mean(-logprobs, packed.arrays["context_mask"], context)
+        stats = {"action_loss": on_actions.detach(), "context_loss": on_context.detach()}
+        return on_actions + context_weight * on_context, stats
+
+    return loss
+
+
+def _masked_mean(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    return torch.where(mask.bool(), values, 0.0).sum() / max(count, 1)

@@ -1,0 +1,84 @@
+"""One row of metrics per step, from what the step's parts returned (names: observe.metrics, docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_async.engine.policy import TrainStepResult
+from megatron_async.objectives import Objective
+from megatron_async.observe import metrics as names
+from megatron_async.old_logits import AnchorLogprobs
+from megatron_async.training.batch import Batch
+from megatron_async.training.publishing import Published
+
+
+def step_metrics(
+    batch: Batch,
+    anchors: AnchorLogprobs,
+    published: Published | None,
+    seconds: Mapping[str, float],
+    version: int,
+) -> dict[str, Any]:
+    """Metrics of one step; counts are over the global batch."""
+    total = sum(seconds.values())
+    tokens = sum(len(trajectory.token_ids) for trajectory in batch.trajectories)
+    row: dict[str, Any] = {
+        names.REWARD: float(np.mean(batch.rewards)),
+        names.VERSION: version,
+        names.STEP_SECONDS: total,
+        names.TRAIN_RATE: tokens / total if total else 0.0,
+        "batch/trajectories": len(batch.trajectories),
+        "batch/trained": len(batch.trained),
+        "batch/tokens": tokens,
+        "batch/action_tokens": sum(trajectory.num_action_tokens for trajectory in batch.trajectories),
+        "batch/trained_action_tokens": sum(batch.trajectories[i].num_action_tokens for i in batch.trained),
+        "batch/turns_mean": float(np.mean([len(trajectory.turns) for trajectory in batch.trajectories])),
+        **{names.SECONDS + stage: value for stage, value in seconds.items()},
+        **{f"seconds/old_logits/{stage}": value for stage, value in anchors.seconds.items()},
+        **_gaps(batch.version_gaps),
+    }
+    if published:
+        row |= {
+            "publish/seconds": published.seconds,
+            "publish/paused_seconds": published.paused_seconds,
+            "publish/bytes": published.bytes,
+            "publish/aborted_tokens": published.aborted_tokens,
+        }
+    return row
+
+
+def update_metrics(
+    objective: Objective, results: SequenceOf[TrainStepResult], action_tokens: int
+) -> dict[str, Any]:
+    """Metrics of the optimiser steps of one batch: means of loss and gradient norm, sums of the objective's statistics."""
+    if not results:
+        return {"skipped": "no group of the batch has a learning signal"}
+    statistics = sum(result.stats["statistics"] for result in results)
+    row: dict[str, Any] = {
+        "loss": float(np.mean([result.loss for result in results])),
+        "grad_norm": float(np.mean([result.grad_norm for result in results])),
+        "lr": results[-1].lr,
+        "entropy": float(sum(result.stats["entropy"] for result in results)) / max(action_tokens, 1),
+        "batch/fill": float(np.mean([result.fill for result in results])),
+        **objective.summarise({"statistics": torch.from_numpy(statistics)}),
+    }
+    reasons = [result.skipped for result in results if result.skipped]
+    return row | ({"skipped": "; ".join(reasons)} if reasons else {})
+
+
+def _gaps(gaps: np.ndarray) -> dict[str, Any]:
+    """Version gap of the trained action tokens: mean, extremes and histogram."""
+    if not gaps.size:
+        return {}
+    values, counts = np.unique(gaps, return_counts=True)
+    return {
+        names.GAP_MEAN: float(gaps.mean()),
+        "version_gap/min": int(values[0]),
+        "version_gap/max": int(values[-1]),
+        **{f"{names.GAP_TOKENS}{gap}": int(count) for gap, count in zip(values, counts, strict=True)},
+    }
