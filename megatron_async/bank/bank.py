@@ -103,7 +103,7 @@ class Bank:
             return collecting.finish(conn, trajectory, ledger.newest_version(conn))
 
     def list_running(self) -> list[Trajectory]:
-        """Running trajectories as they were last written down, oldest first; after a kill these are the partial ones."""
+        """Running trajectories as last written down, oldest first; after a kill these are the partial ones."""
         with self._read() as conn:
             found = collecting.running(conn)
         return [Trajectory.from_bytes(data) for data in found]

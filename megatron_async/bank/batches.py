@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, select, update
 
+from megatron_async.bank import dialects
 from megatron_async.bank import groups as group_rows
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, move
@@ -48,7 +49,7 @@ def take(conn: Connection, step: int, wanted: int, group_size: int, min_version:
     if row is not None:
         raise BankError(
             f"step {step} is {row.state}; wanted a new batch. A reserved step is committed with commit_step or given "
-            "back with rollback_uncommitted; a committed one is trained again only after rollback_uncommitted(checkpoint)"
+            "back with rollback_uncommitted; a committed one is only trained again when an older checkpoint is resumed"
         )
     _mark_stale(conn, group_size, min_version)
     chosen = _oldest_complete(conn, wanted, group_size)
@@ -57,7 +58,10 @@ def take(conn: Connection, step: int, wanted: int, group_size: int, min_version:
     members = _reserve_members(conn, step, chosen, group_size)
     group_rows.retire(conn, chosen)
     reserved = {"step": step, "state": "reserved", "trajectories": members, "reserved_at": time.time()}
-    conn.execute(insert(steps).values(reserved))
+    if not dialects.insert_missing(conn, steps, reserved):
+        raise BankError(
+            f"step {step}: another trainer took a batch for it at this moment; run one trainer per bank"
+        )
     return _payloads(conn, step)
 
 

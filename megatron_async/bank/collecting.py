@@ -147,9 +147,10 @@ def _store(conn: Connection, position: int, trajectory: Trajectory) -> None:
     conn.execute(update(payloads).where(payloads.c.position == position).values(data=trajectory.to_bytes()))
 
 
-def _row(conn: Connection, trajectory: Trajectory, wanted: str) -> Row[Any]:
+def _row(conn: Connection, trajectory: Trajectory, wanted: str) -> Row[int, int, str]:
     query = select(trajectories.c.position, trajectories.c.group_position, trajectories.c.state)
-    row = conn.execute(query.where(trajectories.c.trajectory_id == trajectory.trajectory_id)).one_or_none()
+    query = query.where(trajectories.c.trajectory_id == trajectory.trajectory_id)
+    row = conn.execute(query).one_or_none()
     if row is None:
         raise BankError(f"trajectory {trajectory.trajectory_id!r} was never started; wanted {wanted}")
     return row

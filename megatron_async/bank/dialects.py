@@ -39,7 +39,8 @@ def make_engine(url: str) -> Engine:
     if backend == "postgresql":
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
-        options = f"-c lock_timeout={LOCK_TIMEOUT_S}s"
+        own = parsed.query.get("options", "")
+        options = f"-c lock_timeout={LOCK_TIMEOUT_S}s {own if isinstance(own, str) else ' '.join(own)}"
         return create_engine(parsed, pool_pre_ping=True, connect_args={"options": options})
     raise BankOpenError(f"bank url {url!r}: {backend} is not supported; use sqlite:/// or postgresql://")
 
@@ -58,7 +59,8 @@ def lock_schema(conn: Connection) -> None:
 def insert_missing(conn: Connection, table: Table, values: dict[str, Any]) -> bool:
     """Insert unless a row with the same key is there, even one written at this moment; True when inserted."""
     module = sqlite if conn.dialect.name == "sqlite" else postgresql
-    return conn.execute(module.insert(table).values(values).on_conflict_do_nothing()).rowcount == 1
+    statement = module.insert(table).values(values).on_conflict_do_nothing()
+    return conn.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 1
 
 
 def upsert(conn: Connection, table: Table, key: str, values: dict[str, Any]) -> None:
@@ -91,7 +93,8 @@ _POSTGRESQL_TRIGGER = (
     IF TG_OP = 'INSERT' THEN
         IF NEW.state <> 'running' THEN RAISE EXCEPTION 'a trajectory starts as running'; END IF;
     ELSIF NEW.state <> OLD.state AND NOT (ALLOWED) THEN
-        RAISE EXCEPTION 'no such transition of a trajectory''s state: % to %', OLD.state, NEW.state;
+        RAISE EXCEPTION USING
+            MESSAGE = 'no such transition of a trajectory''s state: ' || OLD.state || ' to ' || NEW.state;
     END IF;
     RETURN NEW; END $$ LANGUAGE plpgsql""",
     """CREATE OR REPLACE TRIGGER trajectory_state BEFORE INSERT OR UPDATE OF state ON trajectories

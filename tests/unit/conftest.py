@@ -1,0 +1,36 @@
+"""Fixtures shared by unit tests: an empty bank on every database it supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.postgresql_server import PostgreSQLServer, why_unavailable
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> Iterator[PostgreSQLServer]:
+    """One server for the whole session, started when the first test asks for it."""
+    reason = why_unavailable()
+    if reason:
+        pytest.skip(reason)
+    server = PostgreSQLServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_bank_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Makes URLs of empty banks; a test with it runs once per database."""
+    if request.param == "postgresql":
+        server: PostgreSQLServer = request.getfixturevalue("postgresql_server")
+        return server.new_database
+    names = iter(range(1_000_000))
+    return lambda: f"sqlite:///{tmp_path}/bank-{next(names)}.sqlite"
+
+
+@pytest.fixture
+def bank_url(new_bank_url: Callable[[], str]) -> str:
+    return new_bank_url()

@@ -1,0 +1,471 @@
+"""The bank's promises one by one, on SQLite and on a real PostgreSQL server."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+
+from megatron_async.bank import Admitted, Bank, BankError, BankOpenError, OpenGroup, State, batches, dialects
+from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
+from tests.bank_support import (
+    check_consistent,
+    close_view,
+    collect,
+    collect_group,
+    end,
+    running,
+    states,
+    steps_of,
+)
+
+
+def ids(batch: list[Trajectory] | None) -> list[str] | None:
+    return None if batch is None else [t.trajectory_id for t in batch]
+
+
+@pytest.fixture
+def bank(bank_url: str):  # type: ignore[no-untyped-def]
+    with Bank.open(bank_url) as bank:
+        yield bank
+    check_consistent(bank_url)
+    close_view(bank_url)
+
+
+# ---------------------------------------------------------------- in
+
+
+def test_a_trajectory_comes_back_as_it_went_in(bank: Bank) -> None:
+    kept = [collect(bank, f"t{i}", "g") for i in range(2)]
+    assert bank.take_batch(0, groups=1, group_size=2, min_version=0) == kept
+
+
+def test_counts_and_admission_follow_the_states(bank: Bank) -> None:
+    bank.start_trajectory(running("r", "g0"))
+    collect(bank, "bad", "g0", status=Status.ENGINE_ERROR)
+    collect_group(bank, "g1")
+    collect_group(bank, "g2")
+    bank.take_batch(0, 1, 2, 0)
+    expected = dict.fromkeys(State, 0) | {"running": 1, "failed": 1, "finished": 2, "reserved": 2}
+    assert bank.counts() == expected
+    assert bank.admitted() == Admitted(accepted=4, running=1)
+    bank.commit_step(0, 0, 0)
+    assert bank.admitted() == Admitted(accepted=4, running=1)
+
+
+@pytest.mark.parametrize("status", [Status.ENVIRONMENT_ERROR, Status.ENGINE_ERROR, Status.ABORTED])
+def test_failures_are_not_rewards_and_the_group_waits_for_another_member(bank: Bank, status: Status) -> None:
+    collect(bank, "a", "g")
+    trajectory = running("b", "g")
+    bank.start_trajectory(trajectory)
+    assert bank.finish_trajectory(end(trajectory, status=status)) is State.FAILED
+    assert bank.take_batch(0, 1, 2, 0) is None
+    collect(bank, "c", "g")
+    assert ids(bank.take_batch(0, 1, 2, 0)) == ["a", "c"]
+
+
+def test_a_truncated_trajectory_counts_only_with_a_reward_and_tokens(bank: Bank) -> None:
+    collect(bank, "scored", "g", status=Status.TRUNCATED, reward=0.0)
+    unscored = running("unscored", "g")
+    bank.start_trajectory(unscored)
+    assert bank.finish_trajectory(end(unscored, status=Status.TRUNCATED, reward=None)) is State.FAILED
+    silent = running("silent", "g")
+    bank.start_trajectory(silent)
+    silent.finish(Status.TRUNCATED, 0.0)
+    assert bank.finish_trajectory(silent) is State.FAILED
+    assert ids(bank.take_batch(0, 1, 1, 0)) == ["scored"]
+
+
+def test_misuse_names_id_state_and_wish(bank: Bank, bank_url: str) -> None:
+    trajectory = running("t", "g")
+    with pytest.raises(BankError, match="'t' was never started; wanted running -> finished"):
+        bank.finish_trajectory(end(running("t", "g")))
+    bank.start_trajectory(trajectory)
+    with pytest.raises(BankError, match="'t' is running; wanted a new one"):
+        bank.start_trajectory(running("t", "g"))
+    with pytest.raises(BankError, match="still running"):
+        bank.finish_trajectory(trajectory)
+    bank.finish_trajectory(end(trajectory))
+    with pytest.raises(BankError, match="'t' is finished; wanted running -> finished"):
+        bank.finish_trajectory(trajectory)
+    with pytest.raises(BankError, match="'t' is finished in the bank"):
+        bank.checkpoint_trajectory(running("t", "g"))
+    with pytest.raises(BankError, match="is of prompt 'prompt-g', not 'other'"):
+        bank.start_trajectory(running("u", "g", prompt_id="other"))
+    assert states(bank_url) == {"t": "finished"}
+
+
+def test_tokens_of_a_version_nobody_recorded_are_refused(bank: Bank) -> None:
+    trajectory = running("t", "g")
+    bank.start_trajectory(trajectory)
+    end(trajectory, version=1)
+    with pytest.raises(BankError, match="tokens of version 1, but the newest recorded version is 0"):
+        bank.finish_trajectory(trajectory)
+    bank.record_version(1, parent=0, step=0)
+    assert bank.finish_trajectory(trajectory) is State.FINISHED
+
+
+# ---------------------------------------------------------------- partial trajectories and restarts
+
+
+def test_running_trajectories_survive_as_last_written_down(bank: Bank, bank_url: str) -> None:
+    first, second = running("a", "g"), running("b", "g")
+    bank.start_trajectory(first)
+    bank.start_trajectory(second)
+    second.append_action([7], [-1.0], [VersionSpan(0, 0, 1)])
+    bank.checkpoint_trajectory(second)
+    second.append_action([8], [-1.0], [VersionSpan(0, 0, 1)])  # lost with the process
+    with Bank.open(bank_url) as restarted:
+        found = restarted.list_running()
+        assert [len(t) for t in found] == [3, 4]
+        assert found[0] == first
+        assert found[1].open_turn == 3
+        found[1].append_action([9], [-1.0], [VersionSpan(0, 0, 1)], "stop")
+        found[1].finish(Status.OK, 1.0)
+        restarted.finish_trajectory(found[1])
+        assert restarted.abandon_running("the rollout restarted") == 1
+        assert restarted.list_running() == []
+    assert states(bank_url) == {"a": "failed", "b": "finished"}
+
+
+def test_a_restart_finds_the_groups_it_must_complete(bank: Bank) -> None:
+    collect_group(bank, "trained")
+    bank.take_batch(0, 1, 2, 0)
+    collect(bank, "half.0", "half")
+    bank.start_trajectory(running("half.1", "half"))
+    bank.start_trajectory(running("new.0", "new"))
+    bank.abandon_running("killed", ["half.1"])
+    assert bank.open_groups() == [
+        OpenGroup("half", "prompt-half", {"seed": 1}, running=0, waiting=1, failed=1, closed=False),
+        OpenGroup("new", "prompt-new", {"seed": 1}, running=1, waiting=0, failed=0, closed=False),
+    ]
+    bank.rollback_uncommitted()
+    assert [g.group_id for g in bank.open_groups()] == ["trained", "half", "new"]
+
+
+def test_cursors_and_state_outlive_the_process(bank: Bank, bank_url: str) -> None:
+    assert (bank.load_cursor("train"), bank.get_state("phase")) == (0, None)
+    for value in (3, 7):
+        bank.save_cursor("train", value)
+        bank.set_state("phase", f"training {value}")
+    with Bank.open(bank_url) as other:
+        assert (other.load_cursor("train"), other.get_state("phase")) == (7, "training 7")
+
+
+# ---------------------------------------------------------------- out
+
+
+def test_only_complete_groups_leave_oldest_first(bank: Bank) -> None:
+    bank.start_trajectory(late := running("old.0", "old"))
+    collect_group(bank, "mid")
+    collect(bank, "half.0", "half")
+    collect_group(bank, "new")
+    collect(bank, "old.1", "old")
+    assert bank.peek_ready(2) == 2
+    bank.finish_trajectory(end(late))
+    assert bank.peek_ready(2) == 3
+    assert ids(bank.take_batch(0, 2, 2, 0)) == ["old.0", "old.1", "mid.0", "mid.1"]
+    assert bank.take_batch(1, 2, 2, 0) is None  # "half" is not complete
+    assert ids(bank.take_batch(1, 1, 2, 0)) == ["new.0", "new.1"]
+
+
+def test_stale_groups_are_marked_whole_and_counted(bank: Bank) -> None:
+    bank.record_version(1, 0)
+    collect(bank, "g.0", "g", version=0)
+    collect(bank, "g.1", "g", version=1)
+    collect_group(bank, "h", version=1)
+    collect(bank, "open.0", "open", version=0)
+    assert bank.take_batch(0, groups=2, group_size=2, min_version=1) is None
+    assert (bank.counts()["stale"], bank.peek_ready(2)) == (2, 1)  # the incomplete group is left alone
+    assert ids(bank.take_batch(0, 1, 2, min_version=1)) == ["h.0", "h.1"]
+
+
+def test_more_stale_groups_than_one_statement_takes(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_GROUPS_AT_ONCE", 4)
+    for g in range(10):
+        collect(bank, f"t{g}", f"g{g}")
+    bank.record_version(1, 0)
+    assert bank.take_batch(0, 1, 1, min_version=1) is None
+    assert (bank.counts()["stale"], bank.peek_ready(1)) == (10, 0)
+
+
+def test_surplus_members_are_filtered(bank: Bank, bank_url: str) -> None:
+    collect_group(bank, "g", size=3)
+    bank.start_trajectory(late := running("g.3", "g"))
+    assert ids(bank.take_batch(0, 1, 2, 0)) == ["g.0", "g.1"]
+    assert bank.finish_trajectory(end(late)) is State.FILTERED
+    expected = {"g.0": "reserved", "g.1": "reserved", "g.2": "filtered", "g.3": "filtered"}
+    assert states(bank_url) == expected
+    with pytest.raises(BankError, match="takes no more members"):
+        bank.start_trajectory(running("g.4", "g"))
+
+
+def test_a_partial_group_goes_as_it_is_once_closed(bank: Bank) -> None:
+    collect(bank, "g.0", "g")
+    bank.start_trajectory(last := running("g.1", "g"))
+    assert bank.close_group("g", keep=True) == 1
+    assert bank.peek_ready(4) == 0  # a member still runs
+    bank.finish_trajectory(end(last, status=Status.ENVIRONMENT_ERROR))
+    assert ids(bank.take_batch(0, 1, 4, 0)) == ["g.0"]
+
+
+def test_a_group_given_up_is_filtered(bank: Bank, bank_url: str) -> None:
+    collect(bank, "g.0", "g")
+    bank.start_trajectory(last := running("g.1", "g"))
+    assert bank.close_group("g", keep=False, reason="retries used up") == 0
+    assert bank.finish_trajectory(end(last)) is State.FILTERED
+    assert states(bank_url) == {"g.0": "filtered", "g.1": "filtered"}
+    assert bank.open_groups() == []
+
+
+def test_a_closed_group_whose_last_member_fails_is_done(bank: Bank) -> None:
+    bank.start_trajectory(running("g.0", "g"))
+    bank.close_group("g", keep=True)
+    bank.abandon_running("killed")
+    assert (bank.open_groups(), bank.peek_ready(1)) == ([], 0)
+
+
+def test_a_step_holds_one_batch_and_is_committed_once(bank: Bank) -> None:
+    for g in "abc":
+        collect_group(bank, g)
+    bank.take_batch(0, 1, 2, 0)
+    with pytest.raises(BankError, match="step 0 is reserved; wanted a new batch"):
+        bank.take_batch(0, 1, 2, 0)
+    bank.commit_step(0, 0, 0, {"loss": 0.5})
+    with pytest.raises(BankError, match="step 0 is committed; wanted reserved -> committed"):
+        bank.commit_step(0, 0, 0)
+    with pytest.raises(BankError, match="step 0 is committed; wanted a new batch"):
+        bank.take_batch(0, 1, 2, 0)
+    with pytest.raises(BankError, match="step 7 is not there"):
+        bank.commit_step(7, 0, 0)
+    (step,) = bank.steps()
+    assert (step.state, step.trajectories, step.metrics) == ("committed", 2, {"loss": 0.5})
+
+
+def test_rollback_returns_what_was_not_committed(bank: Bank, bank_url: str) -> None:
+    for g in "abc":
+        collect_group(bank, g)
+    bank.take_batch(0, 1, 2, 0)
+    bank.commit_step(0, 0, 0)
+    taken = ids(bank.take_batch(1, 1, 2, 0))
+    assert bank.rollback_uncommitted() == 2
+    assert bank.rollback_uncommitted() == 0
+    assert ids(bank.take_batch(1, 1, 2, 0)) == taken == ["b.0", "b.1"]
+    assert steps_of(bank_url)["a.0"] == 0
+
+
+def test_steps_after_the_resumed_checkpoint_are_trained_again_in_order(bank: Bank) -> None:
+    """A checkpoint of step 0 is resumed after steps 1 and 2: their recorded batches come back, then new ones."""
+    for g in "abcd":
+        collect_group(bank, g)
+    batches = []
+    for step in range(3):
+        batches.append(ids(bank.take_batch(step, 1, 2, 0)))
+        bank.commit_step(step, 0, 0)
+    assert bank.rollback_uncommitted(checkpoint_step=0) == 0
+    assert ids(bank.take_batch(1, 1, 2, 0)) == batches[1]
+    assert bank.rollback_uncommitted(checkpoint_step=0) == 0  # a second crash keeps the record
+    for step in (1, 2):
+        assert ids(bank.take_batch(step, 1, 2, min_version=99)) == batches[step]  # recorded, so not stale
+        bank.commit_step(step, 0, 0)
+    assert ids(bank.take_batch(3, 1, 2, 0)) == ["d.0", "d.1"]
+
+
+def test_payloads_go_when_no_checkpoint_can_ask_for_them(bank: Bank) -> None:
+    for g in "abc":
+        collect_group(bank, g)
+    for step in range(2):
+        bank.take_batch(step, 1, 2, 0)
+        bank.commit_step(step, 0, 0)
+    collect(bank, "bad", "c2", status=Status.ABORTED)
+    assert bank.discard_payloads(through_step=0) == 3
+    assert bank.rollback_uncommitted(checkpoint_step=0) == 0
+    assert ids(bank.take_batch(1, 1, 2, 0)) == ["b.0", "b.1"]
+    assert bank.counts()["trained"] == 2
+
+
+# ---------------------------------------------------------------- versions
+
+
+def test_version_ids_are_never_used_again(bank: Bank) -> None:
+    bank.record_version(0, None, None)  # the starting checkpoint, there already
+    for version in range(1, 4):
+        bank.record_version(version, parent=version - 1, step=version - 1)
+    assert bank.current_version() == 3
+    bank.set_current_version(1)  # a resume from the checkpoint of version 1
+    assert (bank.current_version(), bank.next_version()) == (1, 4)
+    with pytest.raises(BankError, match="version 2 was recorded before .* next one is 4"):
+        bank.record_version(2, parent=1, step=1)
+    bank.record_version(4, parent=1, step=1)
+    assert bank.current_version() == 4
+    assert [(v.version, v.parent, v.step) for v in bank.versions()] == [
+        (0, None, None), (1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 1, 1)
+    ]  # fmt: skip
+
+
+def test_versions_need_a_known_parent_and_grow(bank: Bank) -> None:
+    with pytest.raises(BankError, match="parent 4 is not recorded"):
+        bank.record_version(5, parent=4)
+    with pytest.raises(BankError, match="parent None is not recorded"):
+        bank.record_version(5, parent=None)
+    bank.record_version(5, parent=0)
+    with pytest.raises(BankError, match="version 3 is below the newest recorded version 5"):
+        bank.record_version(3, parent=0)
+    with pytest.raises(BankError, match="version 9 is not recorded"):
+        bank.set_current_version(9)
+    assert bank.current_version() == 5
+
+
+# ---------------------------------------------------------------- the database's own guard
+
+
+@pytest.mark.parametrize("target", ["trained", "running", "nonsense"])
+def test_the_database_refuses_a_foreign_transition(bank: Bank, bank_url: str, target: str) -> None:
+    collect(bank, "t", "g")
+    engine = dialects.make_engine(bank_url)
+    with pytest.raises(sqlalchemy.exc.DBAPIError, match="no such transition"):
+        with engine.begin() as conn:
+            conn.exec_driver_sql(f"UPDATE trajectories SET state = '{target}', step = 1")
+    engine.dispose()
+    assert states(bank_url) == {"t": "finished"}
+
+
+def test_the_database_refuses_a_trajectory_that_starts_elsewhere(bank: Bank, bank_url: str) -> None:
+    collect(bank, "t", "g")
+    engine = dialects.make_engine(bank_url)
+    with pytest.raises(sqlalchemy.exc.DBAPIError, match="starts as running"):
+        with engine.begin() as conn:
+            conn.exec_driver_sql(
+                "INSERT INTO trajectories (trajectory_id, group_position, state, status, tokens, action_tokens, "
+                "started_at) SELECT 'u', group_position, 'finished', 'ok', 1, 1, 0 FROM trajectories"
+            )
+    engine.dispose()
+    assert states(bank_url) == {"t": "finished"}
+
+
+# ---------------------------------------------------------------- many at once
+
+
+def test_two_trainers_cannot_hold_one_step(bank: Bank, bank_url: str) -> None:
+    for g in range(8):
+        collect_group(bank, str(g))
+    outcomes: list[object] = []
+
+    def take() -> None:
+        with Bank.open(bank_url) as own:
+            try:
+                outcomes.append(ids(own.take_batch(0, 2, 2, 0)))
+            except BankError as error:
+                outcomes.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(type(o).__name__ for o in outcomes) == ["BankError"] * 3 + ["list"], outcomes
+    assert bank.counts()["reserved"] == 4
+
+
+def test_writers_and_a_trainer_at_once_lose_and_double_nothing(bank: Bank, bank_url: str) -> None:
+    writers, each = 6, 6
+    trained: list[str] = []
+    errors: list[BaseException] = []
+
+    def write(name: int) -> None:
+        with Bank.open(bank_url) as own:
+            for g in range(each):  # every second group is filled by two writers together
+                group = f"shared-{g}-{name // 2}" if g % 2 else f"own-{g}-{name}"
+                for member in range(1 if g % 2 else 2):
+                    collect(own, f"{name}.{g}.{member}", group)
+
+    def train() -> None:
+        with Bank.open(bank_url) as own:
+            step = 0
+            while len(trained) < writers * (each // 2) * 3:
+                batch = own.take_batch(step, 1, 2, 0)
+                if batch is not None:
+                    own.commit_step(step, 0, 0)
+                    trained.extend(t.trajectory_id for t in batch)
+                    step += 1
+
+    def guarded(job: object, *args: object) -> None:
+        try:
+            job(*args)  # type: ignore[operator]
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=guarded, args=(write, n), daemon=True) for n in range(writers)]
+    threads.append(threading.Thread(target=guarded, args=(train,), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
+    assert len(trained) == len(set(trained)) == writers * (each // 2) * 3
+    assert bank.counts() == dict.fromkeys(State, 0) | {"trained": len(trained)}
+
+
+# ---------------------------------------------------------------- opening
+
+
+def test_opening_twice_keeps_everything(bank_url: str) -> None:
+    with Bank.open(bank_url) as bank:
+        collect_group(bank, "g")
+    with Bank.open(bank_url) as bank:
+        assert (bank.counts()["finished"], bank.peek_ready(2)) == (2, 1)
+
+
+def test_many_processes_may_open_a_new_bank_at_the_same_moment(bank_url: str) -> None:
+    opened: list[int] = []
+    start = threading.Barrier(8)
+
+    def open_it() -> None:
+        start.wait()
+        with Bank.open(bank_url) as bank:
+            opened.append(bank.current_version())
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert opened == [0] * 8
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("sqlite:////nowhere/at/all/bank.sqlite", "the folder must exist"),
+        ("mysql://host/bank", "mysql is not supported"),
+        ("bank.sqlite", "not a database URL"),
+        ("postgresql://bank@/x?host=/nowhere&connect_timeout=2", "the server must run"),
+    ],
+)
+def test_a_bank_that_cannot_be_opened_says_how_to_mend_it(url: str, message: str) -> None:
+    with pytest.raises(BankOpenError, match=message):
+        Bank.open(url)
+
+
+def test_a_bank_of_another_release_is_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/bank.sqlite"
+    Bank.open(url).close()
+    engine = dialects.make_engine(url)
+    with engine.begin() as conn:
+        conn.exec_driver_sql("UPDATE bank_schema SET number = 99")
+    engine.dispose()
+    with pytest.raises(BankOpenError, match="layout 99"):
+        Bank.open(url)
+
+
+def test_sampling_parameters_travel_with_the_trajectory(bank: Bank) -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=12)
+    trajectory = Trajectory("t", "g", "p", params)
+    trajectory.append_context([1])
+    bank.start_trajectory(trajectory)
+    bank.finish_trajectory(end(trajectory))
+    (back,) = bank.take_batch(0, 1, 1, 0) or []
+    assert back.sampling == params
