@@ -12,6 +12,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
+from hypothesis import settings
+
+# Shared cores make the time of a single example meaningless; a failing example must be the same on every machine.
+settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("suite")
 
 
 def _no_cuda() -> str:

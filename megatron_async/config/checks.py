@@ -147,15 +147,14 @@ def _check_batch(config: RunConfig) -> list[str]:
         "trainer.updates_per_batch": updates,
     }
     small = [f"{name}: {size} is not at least 1" for name, size in sizes.items() if size < 1]
-    if small or layout.model_parallel_size < 1 or layout.world_size % layout.model_parallel_size:
+    if small or min(layout.world_size, layout.model_parallel_size) < 1 or layout.data_parallel_size < 1:
         return small
     problems, data = [], layout.data_parallel_size
-    if batch.trajectories % (data * updates):
+    if batch.trajectories % data:
         problems.append(
             f"batch: groups {batch.groups} * group_size {batch.group_size} = {batch.trajectories} trajectories cannot "
-            f"be shared equally by {data} data-parallel rank(s) * {updates} update(s) = {data * updates} (remainder "
-            f"{batch.trajectories % (data * updates)}); with group_size {batch.group_size}, set batch.groups to "
-            f"{_groups_that_fit(batch.groups, batch.group_size, data * updates)}"
+            f"be shared equally by {data} data-parallel ranks (remainder {batch.trajectories % data}); with group_size "
+            f"{batch.group_size}, set batch.groups to {_groups_that_fit(batch.groups, batch.group_size, data)}"
         )
     room = config.trainer.micro_batch_tokens * layout.context_parallel_size
     if config.rollout.max_tokens > room:
@@ -434,13 +433,12 @@ def check(config: RunConfig, *, starts_engines: bool = False) -> list[str]:
 
     Returns warnings, one sentence each. Raises ConfigError listing everything that would fail later.
     """
-    problems = (
-        _check_ranges(config) + _check_layout(config.layout) + _check_processes(config) + _check_batch(config)
-    )
+    layout_problems = _check_layout(config.layout)
+    problems = _check_ranges(config) + layout_problems + _check_processes(config) + _check_batch(config)
     problems += _check_rollout(config) + _check_objective(config) + _check_advantage(config)
     problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
     shape = read_shape(config.model.path)
-    if shape is not None:
+    if shape is not None and not layout_problems:  # a size of 0 divides nothing
         problems += _check_model(config, shape)
     problems += _check_ports(config, starts_engines)
     if problems:

@@ -146,13 +146,13 @@ def _ranks_text(config: RunConfig) -> list[str]:
 
 def _batch_text(config: RunConfig) -> list[str]:
     batch, layout, updates = config.batch, config.layout, config.trainer.updates_per_batch
-    each = batch.trajectories // (layout.data_parallel_size * updates)
+    each = batch.trajectories // layout.data_parallel_size
     room = config.trainer.micro_batch_tokens * layout.context_parallel_size
     most = batch.trajectories * config.rollout.max_tokens
     admitted = (config.rollout.max_staleness + 1) * batch.trajectories
     return [
         f"  step      {batch.groups} groups * {batch.group_size} = {batch.trajectories} trajectories, "
-        f"{each} per data-parallel rank and update ({updates} update(s))",
+        f"{each} per data-parallel rank, {updates} update(s)",
         f"            at most {batch.trajectories} * {config.rollout.max_tokens} = {most:,} tokens, "
         f"packed into micro-batches of {room:,}",
         f"  run       {config.steps} steps = {config.steps * updates} updates, "

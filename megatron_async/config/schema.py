@@ -103,8 +103,8 @@ class TrainerConfig:
     deadline_s: float = 600.0
     """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
     updates_per_batch: int = 1
-    """Optimiser steps made on each batch, on disjoint equal parts of it. With 1, weights at the start and weights
-    being optimised are the same, so a clip on their ratio cannot act."""
+    """Optimiser steps made on each batch. With 1, weights at the start and weights being optimised are the same, so a
+    clip on their ratio cannot act; more use the data again and rely on the clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class RunConfig:
     """Everything a run needs; its resolved form is written to the run's folder."""
 
     name: str
-    """Name of the run and of its folder. A run started again under the same name goes on where it stopped."""
+    """Name of the run and of its folder. A folder that already holds a run is refused, or emptied by --fresh."""
     run_dir: str = "runs"
     """Folder that holds the folders of runs."""
     seed: int = 0

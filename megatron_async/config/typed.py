@@ -22,15 +22,15 @@ class _Mismatch(Exception):
     """A value does not have the declared type; carries the text after the key."""
 
 
-def _name(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """How a type is called in a message to the user."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(repr(value) for value in get_args(kind))
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if part is type(None) else _name(part) for part in get_args(kind))
+        return " or ".join("null" if part is type(None) else describe_type(part) for part in get_args(kind))
     if origin is tuple:
-        return f"a list of {_name(get_args(kind)[0])}"
+        return f"a list of {describe_type(get_args(kind)[0])}"
     if origin is dict or dataclasses.is_dataclass(kind):
         return "a mapping"
     return {int: "an integer", float: "a number", str: "a text", bool: "true or false", Any: "anything"}.get(
@@ -45,7 +45,7 @@ def _scalar(kind: Any, value: Any) -> Any:
         return float(value)
     if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise _Mismatch(f"expected {_name(kind)}, got {value!r} ({type(value).__name__})")
+    raise _Mismatch(f"expected {describe_type(kind)}, got {value!r} ({type(value).__name__})")
 
 
 def _literal(kind: Any, value: Any) -> Any:
@@ -54,7 +54,7 @@ def _literal(kind: Any, value: Any) -> Any:
         return value
     hint = difflib.get_close_matches(str(value), [str(word) for word in legal], n=1)
     raise _Mismatch(
-        f"expected {_name(kind)}, got {value!r}" + (f"; did you mean {hint[0]!r}?" if hint else "")
+        f"expected {describe_type(kind)}, got {value!r}" + (f"; did you mean {hint[0]!r}?" if hint else "")
     )
 
 
@@ -69,17 +69,17 @@ def _union(kind: Any, value: Any) -> Any:
             return value
         if part is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-    raise _Mismatch(f"expected {_name(kind)}, got {value!r} ({type(value).__name__})")
+    raise _Mismatch(f"expected {describe_type(kind)}, got {value!r} ({type(value).__name__})")
 
 
 def _container(kind: Any, value: Any) -> Any:
     origin = get_origin(kind)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _Mismatch(f"expected {_name(kind)}, got {value!r} ({type(value).__name__})")
+            raise _Mismatch(f"expected {describe_type(kind)}, got {value!r} ({type(value).__name__})")
         return tuple(_convert(get_args(kind)[0], item) for item in value)
     if not isinstance(value, Mapping):
-        raise _Mismatch(f"expected {_name(kind)}, got {value!r} ({type(value).__name__})")
+        raise _Mismatch(f"expected {describe_type(kind)}, got {value!r} ({type(value).__name__})")
     return {_convert(str, key): _convert(get_args(kind)[1], item) for key, item in value.items()}
 
 

@@ -1,0 +1,90 @@
+"""Makes docs/benchmarks.md from docs/benchmarks/*.json. `--check` only says whether the page is current."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+PAGE = FOLDER.parent / "benchmarks.md"
+
+_HEAD = """# Benchmarks
+
+Made from `docs/benchmarks/*.json` by `python tools/render_benchmarks.py`; do not edit. Every figure was measured by the
+command beside it, at the commit and under the conditions named. No figure was measured on a GPU unless its conditions
+say so.
+"""
+
+
+def _value_text(value: float | list[float]) -> str:
+    values = value if isinstance(value, list) else [value]
+    return ", ".join(f"{item:.4g}" for item in values)
+
+
+def _verdict(passed: bool | None) -> str:
+    return "–" if passed is None else "met" if passed else "**not met**"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _section(name: str, rows: list[dict[str, Any]], images: list[Path]) -> str:
+    lines = [f"## {name}", "", "| figure | value | unit | goal | verdict |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [
+            f"`{row['figure']}`",
+            _value_text(row["value"]),
+            row["unit"],
+            row["goal"] or "–",
+            _verdict(row["passed"]),
+        ]
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    lines.append("")
+    conditions: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        conditions.setdefault((row["conditions"], row["command"], row["commit"]), []).append(row["figure"])
+    for (condition, command, commit), figures in conditions.items():
+        lines.append(
+            f"- {', '.join(f'`{figure}`' for figure in figures)}: {condition}; `{command}` at `{commit}`"
+        )
+    lines += ["", *(f"![{image.stem}](benchmarks/{image.name})\n" for image in images)]
+    return "\n".join(lines)
+
+
+def _extra(name: str, folder: Path) -> str:
+    """Text written by hand or by a tool for this benchmark (NAME.md): what the numbers mean."""
+    text = folder / f"{name}.md"
+    return text.read_text(encoding="utf-8").rstrip() + "\n" if text.is_file() else ""
+
+
+def render(folder: Path = FOLDER) -> str:
+    """The page as Markdown: a section for each file, with NAME.md and NAME*.png beside it where they exist."""
+    sections = [_HEAD]
+    for path in sorted(folder.glob("*.json")):
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise ValueError(f"{path} is no list of rows; write it with tools/benchmark_rows.py")
+        images = sorted(folder.glob(f"{path.stem}*.png"))
+        sections.append(_section(path.stem, rows, images) + _extra(path.stem, folder))
+    if len(sections) == 1:
+        sections.append("Nothing has been measured yet.\n")
+    return "\n".join(sections)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or with --check compare; returns the exit code."""
+    text = render()
+    if "--check" not in arguments:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+    if not current:
+        print(f"{PAGE} is not current: run python tools/render_benchmarks.py", file=sys.stderr)
+    return 0 if current else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
