@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, TrainerConfig
 from megatron_async.engine import platform
+from megatron_async.engine.forward import vocab_parallel_logprobs
 from megatron_async.engine.hf_export import ExportPlan
 from megatron_async.engine.hf_reader import CheckpointReader
 from megatron_async.engine.policy import Policy, TrainStepResult
-from tests.engine_batches import OPTIMIZER, make_sequences, step_batches, weighted_loss
+from tests.engine_batches import OPTIMIZER, VOCAB, make_sequences, step_batches, weighted_loss
 
 FIELDS = {
     "tp": "tensor_model_parallel_size",
@@ -128,6 +129,32 @@ def inspect_steps(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     }
 
 
+def inspect_vocabulary() -> dict[str, float]:
+    """Worst error of sharded log-probs, entropies and gradients against a float64 softmax, per precision."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    generator = torch.Generator().manual_seed(0)
+    whole = 3 * torch.randn(23, VOCAB, generator=generator)
+    targets = torch.randint(0, VOCAB, (23,), generator=generator)
+    inverse = 0.5 + torch.rand(23, generator=generator)
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = whole.to(dtype).double().requires_grad_()
+        log_p = (leaf * inverse.double()[:, None]).log_softmax(-1)
+        reference = [log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+        sum(reference).sum().backward()  # type: ignore[union-attr]
+        shard = whole.to(dtype).chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
+        values = vocab_parallel_logprobs(shard, targets, inverse, group, chunk=10)
+        sum(values).sum().backward()  # type: ignore[union-attr]
+        gradient = leaf.grad.chunk(group.size(), -1)[group.rank()]
+        pairs = [*zip(values, reference, strict=True), (shard.grad, gradient)]
+        worst = torch.stack([(own.double() - other).abs().max().detach() for own, other in pairs]).max()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        errors[str(dtype).removeprefix("torch.")] = worst.item()
+    return errors
+
+
 def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split transformers' fused experts into the published per-expert tensors."""
     result = {}
@@ -149,7 +176,8 @@ def main() -> None:
     findings = {}
     for text in sys.argv[2:]:
         kind, layout = parse_layout(text, int(os.environ["WORLD_SIZE"]))
-        findings[text] = inspect_gradients(directory / kind, layout) | inspect_steps(directory / kind, layout)
+        found = inspect_gradients(directory / kind, layout) | inspect_steps(directory / kind, layout)
+        findings[text] = found | {"vocabulary": inspect_vocabulary()}
     if dist.get_rank() == 0:
         (directory / "findings.json").write_text(json.dumps(findings, indent=1))
     platform.shutdown()
