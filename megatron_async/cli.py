@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def _configuration(arguments: argparse.Namespace, *, starts_engines: bool = False) -> RunConfig:
-    """Load and check; warnings go to stderr."""
+def _configuration(
+    arguments: argparse.Namespace, *, starts_engines: bool = False, warns: bool = True
+) -> RunConfig:
+    """Load and check; warnings, which are about reinforcement learning, go to stderr."""
     config = load(arguments.config, arguments.overrides)
-    for warning in check(config, starts_engines=starts_engines):
+    warnings = check(config, starts_engines=starts_engines)
+    for warning in warnings if warns else ():
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201
     return config
 
@@ -71,10 +75,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
-    config = load(arguments.config, arguments.overrides)
-    from megatron_async import warm_start
+    if "RANK" in os.environ:  # one of the ranks that the launcher below started
+        from megatron_async import warm_start
 
-    return warm_start.main(config)
+        return warm_start.main(load(arguments.config, arguments.overrides))
+    config = _configuration(arguments, warns=False)
+    from megatron_async import launch
+
+    return launch.sft(config)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -150,7 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("train", _train, "one trainer rank (started by torchrun)"),
         ("rollout", _rollout, "the rollout process of a run"),
         ("serve", _serve, "the inference engines alone, until Ctrl-C"),
-        ("sft", _sft, "warm start: supervised learning on demonstrations (under torchrun)"),
+        ("sft", _sft, "warm start: supervised learning on demonstrations"),
         (
             "evaluate",
             _evaluate,

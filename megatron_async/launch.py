@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -15,11 +16,19 @@ from megatron_async import config as configuration
 from megatron_async.bank import Bank
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.observe import RunFiles, append_evaluation
+from megatron_async.observe import RunFiles, append_evaluation, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
 from megatron_async.rollout.evaluation import evaluate_engines
-from megatron_async.supervise import Part, PartFailed, StopRequested, python_module, stop_on_signals, supervised, watch
+from megatron_async.supervise import (
+    Part,
+    PartFailed,
+    StopRequested,
+    python_module,
+    stop_on_signals,
+    supervised,
+    watch,
+)
 from sglang_bridge import BridgeError, EngineServer, ServerOptions
 
 EXIT_STOPPED = 130
@@ -39,15 +48,53 @@ def run(config: RunConfig, *, fresh: bool = False) -> int:
         with stop_on_signals():
             _run(config, files)
     except StopRequested as stop:
-        print(f"stopped by {stop}; finished trajectories and metrics are in {files.root}")
+        print(f"stopped by {stop}; finished trajectories and metrics are in {files.root}")  # noqa: T201
         return EXIT_STOPPED
     except BridgeError as error:  # the bridge is usable alone and does not know UserError
         raise UserError(str(error)) from error
-    print(write_report(files.root))
+    print(write_report(files.root), end="")  # noqa: T201
     return 0
 
 
+def sft(config: RunConfig) -> int:
+    """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
+    files = create_folder(config, fresh=True)
+    part = Part("warm start", trainer_command(config, str(files.config), "sft"), files.logs / "sft.log")
+    try:
+        with stop_on_signals(), supervised([part]):
+            part.start()
+            watch([part], lambda: part.poll() == 0, _Steps("warm start", config))
+    except StopRequested as stop:
+        print(f"stopped by {stop}")  # noqa: T201
+        return EXIT_STOPPED
+    print(f"warm start: {files.checkpoint}")  # noqa: T201
+    return 0
+
+
+class _Steps:
+    """Prints a line of progress every now and then, from the metrics file."""
+
+    def __init__(self, name: str, config: RunConfig) -> None:
+        self._name, self._config, self._printed, self._started = name, config, 0, time.monotonic()
+
+    def __call__(self) -> None:
+        rows = read_metrics(self._config.run_path)
+        done = len(rows)
+        if (
+            done - self._printed < self._config.steps / 10
+            and done < self._config.steps
+            or done == self._printed
+        ):
+            return
+        self._printed = done
+        seconds = time.monotonic() - self._started
+        loss = rows[-1]["action_loss"]
+        print(f"{self._name} {done}/{self._config.steps}  action loss {loss:.3f}  {seconds:.0f} s")  # noqa: T201
+
+
 def _run(config: RunConfig, files: RunFiles) -> None:
+    with Bank.open(config.bank_url) as bank:
+        bank.set_state("phase", "training")
     with engines(config, files) as servers:
         _evaluate(config, servers, step=0)
         with supervised([]) as parts:
@@ -61,7 +108,7 @@ def _run(config: RunConfig, files: RunFiles) -> None:
 
 
 def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
-    """Make the run's folder with its resolved configuration and a bank that knows version 0.
+    """Make the run's folder with its resolved configuration.
 
     Raises UserError when a run of that name is there and `fresh` is not asked for: its trajectories and metrics
     would mix with the new ones.
@@ -77,9 +124,6 @@ def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
     for folder in (files.root, files.logs, files.status):
         folder.mkdir(parents=True, exist_ok=True)
     files.config.write_text(configuration.dump(config))
-    bank = Bank.open(config.bank_url)
-    bank.set_state("phase", "training")
-    bank.close()
     return files
 
 
@@ -92,7 +136,11 @@ def engines(config: RunConfig, files: RunFiles) -> Iterator[list[EngineServer]]:
         for i in range(config.engines.count):
             port = config.engines.base_port + i if config.engines.base_port else 0
             server = EngineServer(
-                config.model.path, config.engines.host, port, log_path=files.logs / f"engine_{i}.log", options=options
+                config.model.path,
+                config.engines.host,
+                port,
+                log_path=files.logs / f"engine_{i}.log",
+                options=options,
             )
             stack.callback(server.stop, _ENGINE_STOP_S)
             server.start()
@@ -116,13 +164,20 @@ def server_options(config: RunConfig) -> ServerOptions:
     )
 
 
-def trainer_command(config: RunConfig, config_path: str) -> list[str]:
-    """argv of the trainer ranks on this node: torchrun around `megatron-async train`."""
+def trainer_command(config: RunConfig, config_path: str, command: str = "train") -> list[str]:
+    """argv of the trainer ranks on this node: torchrun around `megatron-async train` (or another command)."""
     ranks = config.trainer.nproc_per_node or config.layout.world_size // config.trainer.nodes
     rendezvous = ["--standalone"] if config.trainer.nodes == 1 else ["--nnodes", str(config.trainer.nodes)]
     return python_module(
-        "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks),
-        "-m", "megatron_async", "train", "--config", config_path,
+        "torch.distributed.run",
+        *rendezvous,
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "megatron_async",
+        command,
+        "--config",
+        config_path,
     )
 
 

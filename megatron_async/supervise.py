@@ -58,8 +58,12 @@ class Part:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
 
     @property
@@ -143,7 +147,9 @@ def _signals_ignored() -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def watch(parts: Sequence[Part], finished: Callable[[], bool], tick: Callable[[], None], poll_s: float = 0.5) -> None:
+def watch(
+    parts: Sequence[Part], finished: Callable[[], bool], tick: Callable[[], None], poll_s: float = 0.5
+) -> None:
     """Wait until `finished()`; raise PartFailed as soon as a part ends with a code other than zero.
 
     tick: called at every poll (progress display).

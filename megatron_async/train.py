@@ -53,7 +53,7 @@ class Loop:
 
     def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
         """Rewards to advantages; groups without any signal are left out of the loss if so configured."""
-        rewards = [trajectory.reward for trajectory in trajectories]
+        rewards = [trajectory.required_reward() for trajectory in trajectories]
         groups = [trajectory.group_id for trajectory in trajectories]
         advantages = self.advantage(rewards, groups, [trajectory.prompt_id for trajectory in trajectories])
         drop = self.config.advantage.drop_zero_variance_groups
@@ -66,7 +66,7 @@ class Loop:
             return []
         parts, whole = self.config.trainer.updates_per_batch, with_arrays(sequences, anchors)
         needs_state = "batch_statistics" in self.objective.needs
-        state = batch_state(self.objective, whole, anchors.start) if needs_state else None
+        state = batch_state(self.objective, whole, anchors.required_start()) if needs_state else None
         return [
             self.session.policy.train_step(part, policy_loss(self.objective, global_counts(part), state))
             for part in (whole[i::parts] for i in range(parts))

@@ -148,6 +148,14 @@ class Trajectory:
         if finish_reason is not None:
             self._close_turn(finish_reason)
 
+    def required_reward(self) -> float:
+        """The reward; raises TrajectoryError where there is none, so that a failure never enters a loss as 0."""
+        if self.reward is None:
+            raise TrajectoryError(
+                f"{self._name}: no reward (status {self.status}); it must not be trained on"
+            )
+        return self.reward
+
     def finish(self, status: Status, reward: float | None = None, info: dict[str, Any] | None = None) -> None:
         """Freeze the trajectory.
 

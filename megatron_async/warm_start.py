@@ -6,13 +6,11 @@ format), so the model learns exactly the format in which RL will sample. Every r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
-from rich.console import Console
 
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
@@ -22,8 +20,6 @@ from megatron_async.observe import MetricsWriter, RunFiles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import build_demonstrations
 from megatron_async.training.loss import supervised_loss
-
-_REPORT_EVERY = 25
 
 
 def main(config: RunConfig) -> int:
@@ -50,20 +46,14 @@ def output_path(config: RunConfig) -> Path:
 def _train(
     policy: Policy, batches: Iterator[list[Sequence]], config: RunConfig, metrics: MetricsWriter | None
 ) -> None:
-    console, started, tokens = Console(), time.monotonic(), 0
     for step in range(config.steps):
         sequences = next(batches)
         actions = int(sum(sequence.arrays["action_mask"].sum() for sequence in sequences))
-        contexts = int(sum(sequence.arrays["context_mask"].sum() for sequence in sequences))
-        result = policy.train_step(sequences, supervised_loss(actions, contexts, config.warm_start.context_weight))
-        tokens += sum(len(sequence) for sequence in sequences)
-        if metrics is None:
-            continue
-        metrics.log(step, _row(result))
-        if (step + 1) % _REPORT_EVERY == 0 or step + 1 == config.steps:
-            rate = tokens / (time.monotonic() - started)
-            console.print(f"warm start {step + 1}/{config.steps}  action loss {_row(result)['action_loss']:.4f}  "
-                          f"{rate:,.0f} tokens/s", highlight=False)
+        context = int(sum(sequence.arrays["context_mask"].sum() for sequence in sequences))
+        loss = supervised_loss(actions, context, config.warm_start.context_weight)
+        result = policy.train_step(sequences, loss)
+        if metrics is not None:
+            metrics.log(step, {"batch/tokens": sum(len(sequence) for sequence in sequences), **_row(result)})
 
 
 def _row(result: TrainStepResult) -> dict[str, float]:

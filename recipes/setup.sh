@@ -62,7 +62,7 @@ step "$torch" "${pip[@]}" "$torch"
 # The rest is a complete closure of pins: nothing is left to resolve.
 step "engines: sglang, megatron-core" "${pip[@]}" --no-deps -r "$root/requirements/cpu-nodeps.txt"
 step "libraries" "${pip[@]}" --no-deps -r "$root/requirements/cpu.txt"
-step "tests and linters" "${pip[@]}" --no-deps -r "$root/requirements/dev.txt"
+step "tests, linters, build tools" "${pip[@]}" --no-deps -r "$root/requirements/dev.txt" -r "$root/requirements/build.txt"
 step "megatron-async itself" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 printf '%s' "$stamp" > "$venv/.stamp"
 printf 'Ready after %d s\n' $((SECONDS - started))

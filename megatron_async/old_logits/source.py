@@ -36,6 +36,12 @@ class AnchorLogprobs:
     reference: LogProbs | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def required_start(self) -> LogProbs:
+        """`start`; ValueError where the source was not built for an objective that needs it."""
+        if self.start is None:
+            raise ValueError(f"the {self.kind} source scored no log-probs of the starting weights")
+        return self.start
+
 
 class OldLogitSource(Protocol):
     """Recovers anchor log-probs; collective over all trainer ranks."""

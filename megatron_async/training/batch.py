@@ -42,12 +42,14 @@ class Batch:
 
     @property
     def rewards(self) -> list[float]:
-        return [trajectory.reward or 0.0 for trajectory in self.trajectories]
+        return [trajectory.required_reward() for trajectory in self.trajectories]
 
     @property
     def version_gaps(self) -> np.ndarray:
         """int [A]: version gap n of every action token of the trained trajectories."""
-        gaps = [self.version - self.trajectories[i].versions[self.trajectories[i].loss_mask] for i in self.trained]
+        gaps = [
+            self.version - self.trajectories[i].versions[self.trajectories[i].loss_mask] for i in self.trained
+        ]
         return np.concatenate(gaps) if gaps else np.zeros(0, np.int64)
 
 
@@ -57,7 +59,9 @@ class BatchFeed:
     bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display).
     """
 
-    def __init__(self, config: RunConfig, control: Control, bank: Bank | None, on_wait: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, control: Control, bank: Bank | None, on_wait: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._control = control
         self._bank = bank
@@ -68,7 +72,9 @@ class BatchFeed:
 
         Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing.
         """
-        packed = self._control.from_rank_zero(lambda: _join([t.to_bytes() for t in self._wait(step, version)]))
+        packed = self._control.from_rank_zero(
+            lambda: _join([t.to_bytes() for t in self._wait(step, version)])
+        )
         return [Trajectory.from_bytes(part) for part in _split(packed)]
 
     def _wait(self, step: int, version: int) -> list[Trajectory]:
@@ -117,7 +123,7 @@ def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequ
             "action_mask": mask,
             "advantages": np.full(length, advantage, np.float32),
             "version_gap": np.where(mask, version - trajectory.versions, 0).astype(np.int64),
-            "rewards": np.full(length, trajectory.reward or 0.0, np.float32),
+            "rewards": np.full(length, trajectory.required_reward(), np.float32),
         },
     )
 
@@ -127,7 +133,9 @@ def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> lis
     scored = {"anchor_logprobs": anchors.values, "reference_logprobs": anchors.reference}
     present = {name: values for name, values in scored.items() if values is not None}
     return [
-        Sequence(s.token_ids, s.temperature, {**s.arrays, **{name: values[i] for name, values in present.items()}})
+        Sequence(
+            s.token_ids, s.temperature, {**s.arrays, **{name: values[i] for name, values in present.items()}}
+        )
         for i, s in enumerate(sequences)
     ]
 

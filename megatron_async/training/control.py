@@ -39,7 +39,7 @@ class Control:
         if self.rank == 0:
             try:
                 payload = produce()
-            except Exception as error:  # re-raised below; the other ranks must hear of it first
+            except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have heard of it
                 failure = error
                 status = _USER_ERROR if isinstance(error, UserError) else _ERROR
                 payload = f"{type(error).__name__}: {error}".encode()

@@ -52,13 +52,18 @@ def batch_state(
     return objective.prepare(token_batch(arrays, sequence_ids), start, gather=lambda values: values)
 
 
-def policy_loss(objective: Objective, normaliser: Normaliser, state: BatchState | None = None) -> LossFunction:
+def policy_loss(
+    objective: Objective, normaliser: Normaliser, state: BatchState | None = None
+) -> LossFunction:
     """The engine's loss function for one batch; the loss is already divided by the global denominator."""
 
     def loss(packed: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         batch = token_batch(packed.arrays, packed.sequence_ids)
         output = objective.loss(logprobs, batch, normaliser, entropy=entropy, state=state)
-        return output.loss, {**output.stats, "entropy": torch.where(batch.action_mask, entropy.detach(), 0.0).sum()}
+        return output.loss, {
+            **output.stats,
+            "entropy": torch.where(batch.action_mask, entropy.detach(), 0.0).sum(),
+        }
 
     return loss
 

@@ -55,7 +55,7 @@ def step_metrics(
 def update_metrics(
     objective: Objective, results: SequenceOf[TrainStepResult], action_tokens: int
 ) -> dict[str, Any]:
-    """Metrics of the optimiser steps of one batch: means of loss and gradient norm, sums of the objective's statistics."""
+    """Metrics of the optimiser steps of one batch: means of loss and gradient norm, the objective's statistics."""
     if not results:
         return {"skipped": "no group of the batch has a learning signal"}
     statistics = sum(result.stats["statistics"] for result in results)

@@ -44,7 +44,12 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, config: PublishConfig, policy: Policy, control: Control, publisher: Publisher | None, folder: Path
+        self,
+        config: PublishConfig,
+        policy: Policy,
+        control: Control,
+        publisher: Publisher | None,
+        folder: Path,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -76,7 +81,7 @@ class WeightPublisher:
         publisher = self._publisher
         try:
             outcome = publisher.publish(version, _on_rank_zero(export), canary=canary)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised on every rank by the caller
             for _ in export:  # the other ranks are inside the same collective
                 continue
             return _raiser(error)

@@ -39,7 +39,9 @@ class Session:
         leads = control.rank == 0
         self.bank = Bank.open(config.bank_url) if leads else None
         self.status = StatusWriter(config.run_path, "trainer") if leads else None
-        self.metrics = MetricsWriter(config.run_path, tensorboard=config.observe.tensorboard) if leads else None
+        self.metrics = (
+            MetricsWriter(config.run_path, tensorboard=config.observe.tensorboard) if leads else None
+        )
         self.timeline = Timeline(config.run_path if leads else None, "trainer")
         self.feed = BatchFeed(config, control, self.bank, self._waiting)
         self._bridge = self._connect() if leads else None
@@ -129,5 +131,3 @@ class Session:
     def _waiting(self, what: str) -> None:
         if self.status:
             self.status.set("wait_batch", what)
-
-
