@@ -73,11 +73,19 @@ class PostgreSQLServer:
     def new_database(self) -> str:
         """Create an empty schema (much cheaper than a database) and return a URL that sees nothing else."""
         name = f"bank_{next(self._numbers)}"
+        self._execute(f"CREATE SCHEMA {name}")
+        return f"postgresql://bank@/postgres?host={self._folder}&options=-csearch_path%3D{name}"
+
+    def cut_connections(self) -> None:
+        """Cut every client's connection, as a server that restarts does."""
+        others = "datname IS NOT NULL AND pid <> pg_backend_pid()"
+        self._execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}")
+
+    def _execute(self, statement: str) -> None:
         with psycopg.connect(
             host=str(self._folder), user="bank", dbname="postgres", autocommit=True
         ) as connection:
-            connection.execute(f"CREATE SCHEMA {name}".encode())
-        return f"postgresql://bank@/postgres?host={self._folder}&options=-csearch_path%3D{name}"
+            connection.execute(statement.encode())
 
     def stop(self) -> None:
         self._run("pg_ctl", "-D", str(self._data), "-m", "immediate", "-w", "stop")

@@ -15,13 +15,12 @@ as its transaction takes (milliseconds); an asyncio program calls it in a thread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megatron_async.bank import batches, collecting, dialects, groups, ledger
 from megatron_async.bank.batches import Step
@@ -31,6 +30,13 @@ from megatron_async.bank.ledger import Version
 from megatron_async.bank.states import State
 from megatron_async.bank.tables import SCHEMA, metadata, schema, state_counts, versions
 from megatron_async.trajectory import Trajectory
+
+RECONNECT_S = 60
+"""Longest wait for a database that is away, in seconds; a server that restarts takes a few."""
+
+RECONNECT_PAUSE_S = 0.2
+
+T = TypeVar("T")
 
 
 class Admitted(NamedTuple):
@@ -56,8 +62,7 @@ class Bank:
         """
         bank = cls(dialects.make_engine(url))
         try:
-            with bank._write() as conn:
-                _create(conn, url)
+            bank._transact(bank._writer, lambda conn: _create(conn, url), retry_s=0)
         except OperationalError as error:
             bank.close()
             raise BankOpenError(
@@ -81,8 +86,21 @@ class Bank:
 
     def start_trajectory(self, trajectory: Trajectory) -> None:
         """Record a new running trajectory; its prompt and group are recorded with their first member."""
-        with self._write() as conn:
-            collecting.start(conn, trajectory)
+        self.start_trajectories([trajectory])
+
+    def start_trajectories(self, batch: Sequence[Trajectory], cursor: tuple[str, int] | None = None) -> None:
+        """`start_trajectory` for many, and `save_cursor(*cursor)`, in one transaction.
+
+        With the cursor a prompt is issued exactly when its group is recorded, wherever a kill falls.
+        """
+
+        def work(conn: Connection) -> None:
+            for trajectory in batch:
+                collecting.start(conn, trajectory)
+            if cursor is not None:
+                ledger.write_cursor(conn, *cursor)
+
+        self._write(work)
 
     def checkpoint_trajectory(self, trajectory: Trajectory) -> None:
         """Write down the present tokens of a running trajectory: what a kill of the rollout leaves to resume from."""
@@ -90,8 +108,7 @@ class Bank:
 
     def checkpoint_trajectories(self, batch: Sequence[Trajectory]) -> None:
         """`checkpoint_trajectory` for many in one transaction: one sync of the disk for all of them."""
-        with self._write() as conn:
-            collecting.checkpoint(conn, batch)
+        self._write(lambda conn: collecting.checkpoint(conn, batch))
 
     def finish_trajectory(self, trajectory: Trajectory) -> State:
         """Record a finished trajectory and return its state.
@@ -99,13 +116,11 @@ class Bank:
         FINISHED: it waits to be trained. FAILED: its status is a failure, or it has no reward or no action token;
         its group then needs another member. FILTERED: its group was done without it.
         """
-        with self._write() as conn:
-            return collecting.finish(conn, trajectory, ledger.newest_version(conn))
+        return self._write(lambda conn: collecting.finish(conn, trajectory, ledger.newest_version(conn)))
 
     def list_running(self) -> list[Trajectory]:
         """Running trajectories as last written down, oldest first; after a kill these are the partial ones."""
-        with self._read() as conn:
-            found = collecting.running(conn)
+        found = self._read(collecting.running)
         return [Trajectory.from_bytes(data) for data in found]
 
     def abandon_running(self, reason: str, trajectory_ids: Sequence[str] | None = None) -> int:
@@ -113,13 +128,11 @@ class Bank:
 
         Returns how many. With several rollout processes on one bank, name the trajectories.
         """
-        with self._write() as conn:
-            return collecting.abandon(conn, reason, trajectory_ids)
+        return self._write(lambda conn: collecting.abandon(conn, reason, trajectory_ids))
 
     def open_groups(self) -> list[OpenGroup]:
         """Groups that are not done, in the order they were started: those with too few members are completed first."""
-        with self._read() as conn:
-            return groups.unfinished(conn)
+        return self._read(groups.unfinished)
 
     def close_group(self, group_id: str, *, keep: bool, reason: str = "group given up") -> int:
         """Let a group get no further members: the policy for one whose members keep failing.
@@ -127,8 +140,7 @@ class Bank:
         keep: train it as it is once its running members end (a batch then holds fewer than groups * group_size
         trajectories). Otherwise its waiting members are filtered. Returns how many members wait for training.
         """
-        with self._write() as conn:
-            return groups.close(conn, group_id, keep, reason)
+        return self._write(lambda conn: groups.close(conn, group_id, keep, reason))
 
     def admitted(self) -> Admitted:
         """Counts for admission; accepted never falls except by stale and filtered trajectories."""
@@ -137,13 +149,11 @@ class Bank:
 
     def save_cursor(self, name: str, value: int) -> None:
         """Remember how far a data source was read."""
-        with self._write() as conn:
-            ledger.write_cursor(conn, name, value)
+        self._write(lambda conn: ledger.write_cursor(conn, name, value))
 
     def load_cursor(self, name: str) -> int:
         """The saved value; 0 when none was saved."""
-        with self._read() as conn:
-            return ledger.read_cursor(conn, name) or 0
+        return self._read(lambda conn: ledger.read_cursor(conn, name) or 0)
 
     # ------------------------------------------------------------------ training
 
@@ -156,21 +166,18 @@ class Bank:
         beyond `group_size` are filtered. The order (groups by age, members by age) is the recorded one when a step is
         trained again. Raises BankError when the step holds a batch already, or is committed.
         """
-        with self._write() as conn:
-            found = batches.take(conn, step, groups, group_size, min_version)
+        found = self._write(lambda conn: batches.take(conn, step, groups, group_size, min_version))
         return None if found is None else [Trajectory.from_bytes(data) for data in found]
 
     def peek_ready(self, group_size: int) -> int:
         """Complete groups that wait, stale ones not yet marked included."""
-        with self._read() as conn:
-            return batches.ready(conn, group_size)
+        return self._read(lambda conn: batches.ready(conn, group_size))
 
     def commit_step(
         self, step: int, version_before: int, version_after: int, metrics: dict[str, Any] | None = None
     ) -> None:
         """The step is trained for good: its trajectories are never handed out again."""
-        with self._write() as conn:
-            batches.commit(conn, step, version_before, version_after, metrics or {})
+        self._write(lambda conn: batches.commit(conn, step, version_before, version_after, metrics or {}))
 
     def rollback_uncommitted(self, checkpoint_step: int | None = None) -> int:
         """On resume: trajectories of steps that were not committed wait again. Returns how many.
@@ -178,20 +185,17 @@ class Bank:
         checkpoint_step: last step contained in the checkpoint that is resumed. Steps committed after it are not in
         the weights any more; `take_batch` hands their recorded batches out again, in the same order.
         """
-        with self._write() as conn:
-            return batches.rollback(conn, checkpoint_step)
+        return self._write(lambda conn: batches.rollback(conn, checkpoint_step))
 
     def steps(self) -> list[Step]:
-        with self._read() as conn:
-            return batches.recorded(conn)
+        return self._read(batches.recorded)
 
     def discard_payloads(self, through_step: int) -> int:
         """Delete the tokens (not the records) of trajectories nobody can ask for again; returns how many.
 
         through_step: last step of the oldest checkpoint one may still resume from.
         """
-        with self._write() as conn:
-            return batches.discard_payloads(conn, through_step)
+        return self._write(lambda conn: batches.discard_payloads(conn, through_step))
 
     # ------------------------------------------------------------------ versions and shared state
 
@@ -201,54 +205,60 @@ class Bank:
         Version 0, the starting checkpoint, is there from the beginning. Raises BankError for an id not above all ids
         ever recorded, or an unknown parent.
         """
-        with self._write() as conn:
-            ledger.record_version(conn, version, parent, step)
+        self._write(lambda conn: ledger.record_version(conn, version, parent, step))
 
     def current_version(self) -> int:
         """The version recorded last, or set by `set_current_version` on a resume."""
-        with self._read() as conn:
-            return ledger.current_version(conn)
+        return self._read(ledger.current_version)
 
     def set_current_version(self, version: int) -> None:
         """On resume: the checkpoint's version is current again; the next id is still above all recorded ones."""
-        with self._write() as conn:
-            ledger.set_current(conn, version)
+        self._write(lambda conn: ledger.set_current(conn, version))
 
     def next_version(self) -> int:
         """The lowest id not used yet."""
-        with self._read() as conn:
-            return ledger.newest_version(conn) + 1
+        return self._read(lambda conn: ledger.newest_version(conn) + 1)
 
     def versions(self) -> list[Version]:
-        with self._read() as conn:
-            return ledger.all_versions(conn)
+        return self._read(ledger.all_versions)
 
     def set_state(self, key: str, value: str) -> None:
         """Write to the small key-value table shared by all processes (such as the phase of the run)."""
-        with self._write() as conn:
-            ledger.write_key(conn, key, value)
+        self._write(lambda conn: ledger.write_key(conn, key, value))
 
     def get_state(self, key: str) -> str | None:
-        with self._read() as conn:
-            return ledger.read_key(conn, key)
+        return self._read(lambda conn: ledger.read_key(conn, key))
 
     def counts(self) -> dict[str, int]:
         """Trajectories per state, every state named."""
-        with self._read() as conn:
-            rows = conn.execute(select(state_counts)).all()
+        rows = self._read(lambda conn: conn.execute(select(state_counts)).all())
         return {state.value: next(row.n for row in rows if row.state == state) for state in State}
 
     # ------------------------------------------------------------------ transactions
 
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        with self._writer.begin() as conn:
-            yield conn
+    def _write(self, work: Callable[[Connection], T]) -> T:
+        return self._transact(self._writer, work, RECONNECT_S)
 
-    @contextmanager
-    def _read(self) -> Iterator[Connection]:
-        with self._engine.connect() as conn:
-            yield conn
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self._transact(self._engine, work, RECONNECT_S)
+
+    def _transact(self, engine: Engine, work: Callable[[Connection], T], retry_s: float) -> T:
+        """Run `work` as one transaction; again, while the connection is lost before it was asked to commit.
+
+        A connection lost during the commit leaves it open whether the commit happened: that error is not retried.
+        """
+        deadline = time.monotonic() + retry_s
+        while True:
+            committing = False
+            try:
+                with engine.begin() as conn:
+                    result = work(conn)
+                    committing = True
+                return result
+            except DBAPIError as error:
+                if committing or not dialects.connection_lost(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(RECONNECT_PAUSE_S)
 
 
 def _create(conn: Connection, url: str) -> None:

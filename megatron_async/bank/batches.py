@@ -78,7 +78,7 @@ def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[s
         "state": "committed",
         "version_before": before,
         "version_after": after,
-        "metrics": msgspec.json.encode(metrics).decode(),
+        "metrics": msgspec.json.encode(metrics, enc_hook=float).decode(),  # enc_hook: NumPy scalars
         "committed_at": time.time(),
     }
     if conn.execute(change.values(done)).rowcount != 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from megatron_async.bank.errors import BankOpenError
 from megatron_async.bank.states import TRANSITIONS
@@ -48,6 +48,12 @@ def make_engine(url: str) -> Engine:
 def writing(engine: Engine) -> Engine:
     """The same engine, its transactions announced as writing ones."""
     return engine.execution_options(bank_writes=True)
+
+
+def connection_lost(error: DBAPIError) -> bool:
+    """True when the server went away or cannot be reached, rather than refusing a statement."""
+    unreachable = isinstance(error, OperationalError) and error.statement is None
+    return error.connection_invalidated or unreachable
 
 
 def lock_schema(conn: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sqlalchemy
 
@@ -20,6 +21,7 @@ from tests.bank_support import (
     states,
     steps_of,
 )
+from tests.postgresql_server import PostgreSQLServer
 
 
 def ids(batch: list[Trajectory] | None) -> list[str] | None:
@@ -154,6 +156,15 @@ def test_cursors_and_state_outlive_the_process(bank: Bank, bank_url: str) -> Non
         assert (other.load_cursor("train"), other.get_state("phase")) == (7, "training 7")
 
 
+def test_a_group_and_its_cursor_are_recorded_together_or_not_at_all(bank: Bank) -> None:
+    bank.start_trajectories([running("a", "g"), running("b", "g")], cursor=("train", 1))
+    assert (bank.counts()["running"], bank.load_cursor("train")) == (2, 1)
+    with pytest.raises(BankError, match="'a' is running; wanted a new one"):
+        bank.start_trajectories([running("c", "h"), running("a", "g")], cursor=("train", 2))
+    assert (bank.counts()["running"], bank.load_cursor("train")) == (2, 1)
+    assert [g.group_id for g in bank.open_groups()] == ["g"]
+
+
 # ---------------------------------------------------------------- out
 
 
@@ -233,7 +244,7 @@ def test_a_step_holds_one_batch_and_is_committed_once(bank: Bank) -> None:
     bank.take_batch(0, 1, 2, 0)
     with pytest.raises(BankError, match="step 0 is reserved; wanted a new batch"):
         bank.take_batch(0, 1, 2, 0)
-    bank.commit_step(0, 0, 0, {"loss": 0.5})
+    bank.commit_step(0, 0, 0, {"loss": np.float32(0.5)})
     with pytest.raises(BankError, match="step 0 is committed; wanted reserved -> committed"):
         bank.commit_step(0, 0, 0)
     with pytest.raises(BankError, match="step 0 is committed; wanted a new batch"):
@@ -407,6 +418,27 @@ def test_writers_and_a_trainer_at_once_lose_and_double_nothing(bank: Bank, bank_
     assert errors == []
     assert len(trained) == len(set(trained)) == writers * (each // 2) * 3
     assert bank.counts() == dict.fromkeys(State, 0) | {"trained": len(trained)}
+
+
+def test_a_lost_connection_is_made_again(postgresql_server: PostgreSQLServer) -> None:
+    """Every connection to the server is cut between calls and inside one; nothing is lost, nothing is doubled."""
+    url = postgresql_server.new_database()
+    with Bank.open(url) as bank:
+        collect(bank, "a.0", "a")
+        postgresql_server.cut_connections()
+        collect(bank, "a.1", "a")
+        cuts = iter([True])
+
+        def cut_once(conn: object, *args: object) -> None:
+            if next(cuts, False):
+                postgresql_server.cut_connections()
+
+        sqlalchemy.event.listen(bank._engine, "before_cursor_execute", cut_once)
+        batch = bank.take_batch(0, 1, 2, 0)
+        assert ids(batch) == ["a.0", "a.1"]
+        assert next(cuts, None) is None
+    check_consistent(url)
+    close_view(url)
 
 
 # ---------------------------------------------------------------- opening
