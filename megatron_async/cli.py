@@ -102,7 +102,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from megatron_async import inspect_run
 
-    print(inspect_run.describe(arguments.run, arguments.trajectory))  # noqa: T201
+    print(inspect_run.describe(arguments.run, arguments.trajectory), end="")  # noqa: T201
     return 0
 
 

@@ -197,7 +197,7 @@ def _gpus() -> Iterator[Finding]:
             "transformer-engine",
             "warning",
             "not installed",
-            "Megatron's fast layers need it: pip install -e '.[gpu]'",
+            "Megatron's fast layers need it: pip install --no-build-isolation -e '.[transformer-engine]'",
         )
 
 

@@ -107,7 +107,7 @@ class Report:
             console.print(Text("Timeline of one step", style="bold"))
             console.print(Text(drawing, no_wrap=True))
             console.print()
-        console.print(self._files())
+        console.print(Text(self._files()), soft_wrap=True)
 
     def _summary(self) -> Table:
         table = Table(title=f"Run {self.run_path.name}", title_justify="left", show_header=False)
@@ -155,10 +155,10 @@ class Report:
             table.add_row(str(gap), f"{tokens:,}", f"{'█' * round(share * _BAR)} {share:.1%}")
         return table
 
-    def _files(self) -> Table:
+    def _files(self) -> str:
+        """One line a file, never folded or cut, so that a path can be copied."""
         files = RunFiles(self.run_path)
-        table = Table(title="Files", title_justify="left", show_header=False)
-        for label, path in (
+        named = (
             ("resolved configuration", files.config),
             ("metrics, a row per step", files.metrics),
             ("evaluations", files.evaluations),
@@ -166,10 +166,8 @@ class Report:
             ("logs", files.logs),
             ("final checkpoint (Hugging Face)", files.checkpoint),
             ("timeline of one step", files.timeline_image),
-        ):
-            if path.exists():
-                table.add_row(label, str(path))
-        return table
+        )
+        return "\n".join(["Files", *(f"  {label:<32} {path}" for label, path in named if path.exists())])
 
 
 def _success(row: dict[str, Any] | None) -> str:

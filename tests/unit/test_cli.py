@@ -1,0 +1,170 @@
+"""The command line: dry run, user errors as one message, exit codes, speed of what needs no engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_async import cli
+from megatron_async.config import dump, load
+from megatron_async.errors import UserError
+from megatron_async.observe import RunFiles
+from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
+from tests.unit.configs import make_checkpoint, write_config
+
+COMMANDS = ["launch", "train", "rollout", "serve", "sft", "evaluate", "doctor", "inspect", "report"]
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+def test_dry_run_prints_resolved_options_ranks_batch_and_memory(tmp_path, capsys):
+    file = write_config(tmp_path)
+    assert cli.main(["launch", "--config", str(file), "--dry-run", "--set", "batch.groups=4"]) == 0
+    printed = capsys.readouterr()
+    resolved, rest = printed.out.split("\nRanks\n")
+    assert yaml.safe_load(resolved)["batch"]["groups"] == 4
+    assert yaml.safe_load(resolved)["objective"]["anchor"] == "start"
+    assert "4 groups * 8 = 32 trajectories" in rest
+    assert "optimiser" in rest
+    assert "warning: objective: with one update per batch and anchor start" in printed.err
+    assert not (tmp_path / "runs").exists(), "a dry run starts and writes nothing"
+
+
+def test_dry_run_is_quick_and_loads_no_engine(tmp_path):
+    code = (
+        "import sys\nfrom megatron_async.cli import main\n"
+        f"main(['launch', '--config', {str(write_config(tmp_path))!r}, '--dry-run'])\n"
+        "print([m for m in ('torch', 'megatron', 'sglang', 'transformers', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optimizer.learning_rate=1"], "optimizer.learning_rate: unknown key"),
+        (["layout.world_size=3", "layout.tensor_model_parallel_size=2"], "world_size 3 is not a multiple of"),
+        (["model.path=/nowhere"], "no such directory"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message_and_exit_code_2(tmp_path, capsys, overrides, words):
+    arguments = [part for override in overrides for part in ("--set", override)]
+    assert cli.main(["launch", "--config", str(write_config(tmp_path)), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-async launch: ")
+    assert words in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_without_tools_stops_a_launch_before_anything_starts(tmp_path, capsys):
+    plain = make_checkpoint(tmp_path / "plain", template="{{ messages }}")
+    assert cli.main(["launch", "--config", str(write_config(tmp_path)), "--set", f"model.path={plain}"]) == 2
+    assert "never mentions `tools`" in capsys.readouterr().err
+
+
+def test_defects_keep_their_traceback(monkeypatch):
+    def broken(_arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(cli, "_report", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main(["report", "runs/x"])
+
+
+def test_errors_of_the_bridge_are_messages_too(monkeypatch, capsys):
+    from sglang_bridge.errors import EngineStartError
+
+    def broken(_arguments):
+        raise EngineStartError("the server died; its log ends: out of memory")
+
+    monkeypatch.setattr(cli, "_report", broken)
+    assert cli.main(["report", "runs/x"]) == 2
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_unknown_command_and_missing_config_are_usage_errors(capsys):
+    for arguments in (["lunch"], ["launch"], []):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_module_and_version_from_outside():
+    command = [sys.executable, "-m", "megatron_async"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("megatron-async 0.")
+    missing = subprocess.run([*command, "report", "/nowhere"], capture_output=True, text=True, check=False)
+    assert missing.returncode == 2
+    assert missing.stderr.count("\n") == 1
+    assert "not the folder of a run" in missing.stderr
+
+
+def _run_with_a_trajectory(tmp_path: Path) -> Path:
+    from megatron_async.bank import Bank
+
+    config = load(write_config(tmp_path))
+    config.run_path.mkdir(parents=True)
+    RunFiles(config.run_path).config.write_text(dump(config))
+    trajectory = Trajectory("t-1", "g-1", "p-1", SamplingParams(), {"goal": 1})
+    with Bank.open(config.bank_url) as bank:
+        bank.start_trajectory(trajectory)
+        bank.record_version(1, 0, 0)
+        trajectory.append_context([1, 2, 3])
+        trajectory.append_action(
+            [4, 5, 6], [-0.5, -1.5, -1.0], [VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)], finish_reason="stop"
+        )
+        trajectory.finish(Status.OK, 1.0)
+        bank.finish_trajectory(trajectory)
+    return config.run_path
+
+
+def test_inspect_shows_the_bank_and_a_trajectory_version_by_version(tmp_path, capsys):
+    run = _run_with_a_trajectory(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").unlink()  # ids are shown where the tokenizer is gone
+    assert cli.main(["inspect", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "1 finished" in text
+    assert "t-1" in text
+    assert cli.main(["inspect", str(run), "--trajectory", "t-1"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:] == [
+        "[0, 3) context", "1 2 3",
+        "[3, 5) action, version 0, mean log-prob -1.000", "4 5",
+        "[5, 6) action, version 1, mean log-prob -1.000", "6",
+    ]  # fmt: skip
+    assert cli.main(["inspect", str(run), "--trajectory", "nope"]) == 2
+    assert "'nope'" in capsys.readouterr().err
+
+
+def test_inspect_of_no_run(tmp_path, capsys):
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_user_error_is_the_base_of_configuration_errors():
+    from megatron_async.bank.errors import BankOpenError
+    from megatron_async.config import ConfigError
+
+    assert issubclass(ConfigError, UserError)
+    assert issubclass(BankOpenError, UserError)
