@@ -222,7 +222,7 @@ def parse_routed_experts(text: str, rows: int, shape: tuple[int, int]) -> npt.ND
     if flat.size != rows * layers * top_k:
         raise EngineError(f"routed_experts has {flat.size} entries, expected {rows} rows (prompt + output - 1) x "
                           f"{layers} layers x top-{top_k} = {rows * layers * top_k}")
-    return flat.astype(np.int32, copy=False).reshape(rows, layers, top_k)
+    return flat.astype(np.int32).reshape(rows, layers, top_k)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 import sys
 
+from sglang_bridge.lifetime import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports below, which take seconds
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported; two threads are far slower
 
 from sglang_bridge import cpu_backend, platform
-from sglang_bridge.lifetime import end_with_parent
 
 if not platform.has_accelerator():
     cpu_backend.install()
@@ -21,7 +24,6 @@ if not platform.has_accelerator():
 
 def main(arguments: list[str]) -> None:
     """Run the server until it is told to stop."""
-    end_with_parent()
     if not platform.has_accelerator():
         arguments = cpu_backend.add_server_flags(arguments)
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
