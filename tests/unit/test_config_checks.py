@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
 from megatron_async.config import ConfigError, check, load
 from tests.unit.configs import MOE_SHAPE, make_checkpoint, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def problems(tmp_path, *overrides: str, **options) -> str:
@@ -185,3 +188,12 @@ def test_a_port_in_use_is_named_only_when_engines_are_started(tmp_path):
         assert f"port(s) {port} on 127.0.0.1 are in use" in message
         assert isinstance(warnings(tmp_path, f"engines.base_port={port}"), list)
     assert "outside [1, 65535]" in problems(tmp_path, "engines.base_port=65535", "engines.count=2")
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "recipes" / "configs").glob("*.yaml")), ids=lambda path: path.name
+)
+def test_recipes_are_legal(tmp_path, recipe):
+    """With a checkpoint of the recipe's kind in place, no recipe is refused."""
+    path = make_checkpoint(tmp_path / "model")
+    assert isinstance(check(load(recipe, [f"model.path={path}"])), list)
