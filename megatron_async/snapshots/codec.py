@@ -121,13 +121,8 @@ def check_counts(task: Task, segment: Segment, counts: np.ndarray) -> None:
 class Kernels(Protocol):
     """What a backend does with the words of one task. `words` are flat integer tensors of one task."""
 
-    def encode(
-        self, task: Task, old: torch.Tensor, new: torch.Tensor, update: bool
-    ) -> tuple[Segment, torch.Tensor | None]:
-        """The difference and its payload (uint8, on the words' device; valid until this thread's next encode).
-
-        With `update`, `old` becomes `new`; it does so completely or not at all.
-        """
+    def encode(self, task: Task, old: torch.Tensor, new: torch.Tensor) -> tuple[Segment, torch.Tensor | None]:
+        """The difference and its payload (uint8, on the words' device; valid until this thread's next encode)."""
 
     def apply(
         self, task: Task, words: torch.Tensor, segment: Segment, payload: torch.Tensor | None, with_digest: bool

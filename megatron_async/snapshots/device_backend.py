@@ -49,12 +49,8 @@ def _octets(column: torch.Tensor) -> torch.Tensor:
 class DeviceKernels:
     """Implements `codec.Kernels` for any device PyTorch knows."""
 
-    def encode(
-        self, task: Task, old: torch.Tensor, new: torch.Tensor, update: bool
-    ) -> tuple[Segment, torch.Tensor | None]:
+    def encode(self, task: Task, old: torch.Tensor, new: torch.Tensor) -> tuple[Segment, torch.Tensor | None]:
         difference = old ^ new
-        if update:
-            old.copy_(new)
         places = difference.nonzero().reshape(-1)
         if places.numel() == 0:
             return EMPTY, None

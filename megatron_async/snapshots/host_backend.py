@@ -49,9 +49,7 @@ class HostKernels:
         scratch: _Scratch = self._local.scratch
         return scratch
 
-    def encode(
-        self, task: Task, old: torch.Tensor, new: torch.Tensor, update: bool
-    ) -> tuple[Segment, torch.Tensor | None]:
+    def encode(self, task: Task, old: torch.Tensor, new: torch.Tensor) -> tuple[Segment, torch.Tensor | None]:
         before, after = host_words(old), host_words(new)
         scratch = self._scratch()
         limit = int(SPARSE_LIMIT * task.length)
@@ -63,7 +61,7 @@ class HostKernels:
         wide_offsets = scratch.array("wide_offsets", room, np.uint16)
         wide_values = scratch.array("wide_values", room, word)
         narrow, wide = host_kernels.encode_sparse(
-            before, after, update, limit, 8 * narrow_bytes(task.word), counts, offsets, values, wide_offsets, wide_values
+            before, after, limit, 8 * narrow_bytes(task.word), counts, offsets, values, wide_offsets, wide_values
         )
         if narrow == 0 and wide == 0:
             return EMPTY, None
@@ -73,7 +71,7 @@ class HostKernels:
         else:
             width = self._width(task, before, after)
             planes = scratch.array("planes", width * task.length, np.uint8).reshape(width, task.length)
-            wide = host_kernels.encode_dense(before, after, update, planes, counts, wide_offsets, wide_values)
+            wide = host_kernels.encode_dense(before, after, planes, counts, wide_offsets, wide_values)
             segment = Segment(Mode.DENSE, width, 0, wide)
         low = values[:narrow] if planes is None else planes
         columns = (counts, wide_values[:wide], offsets[: segment.narrow], wide_offsets[:wide], low)

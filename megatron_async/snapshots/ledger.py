@@ -1,0 +1,208 @@
+"""Which versions a store knows, how they hang together, and which of them must stay.
+
+Invariants
+- A version that is retained, declared needed, live or among the newest `keep_last` is never removed by `collect`, and
+  every walk between two such versions stays possible.
+- The manifest never names a file that is not complete, and files of removed versions go only after the manifest did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.snapshots.bits import TensorSpec
+from megatron_async.snapshots.directory import Directory
+from megatron_async.snapshots.errors import DigestMismatchError, SnapshotError, UnknownVersionError
+from megatron_async.snapshots.graph import Step, plan, removable
+from megatron_async.snapshots.record_file import RecordFile
+from megatron_async.snapshots.tiers import Record, Tiers
+
+KEYFRAME_COST = 2.5
+SHADOW_COST = 1.0
+
+
+@dataclass(slots=True)
+class Node:
+    """A version: its digests per tensor (uint64), the record to its parent, its full copy."""
+
+    parent: int | None
+    digests: np.ndarray
+    record: Record | None = None
+    keyframe: Record | None = None
+
+
+class Ledger:
+    """Versions by number, references to them, and the walks between them."""
+
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], tiers: Tiers, directory: Directory | None, keep_last: int
+    ) -> None:
+        self.nodes: dict[int, Node] = {}
+        self._specs = specs
+        self._full_bytes = max(1, sum(spec.nbytes for spec in specs))
+        self._tiers = tiers
+        self._directory = directory
+        self._keep_last = keep_last
+        self._references: Counter[int] = Counter()
+        self._needed: set[int] = set()
+
+    def reopen(self) -> None:
+        """Read back what the directory holds.
+
+        Raises:
+            DamagedRecordError: names the file.
+        """
+        if self._directory is None:
+            return
+        for version, entry in self._directory.entries.items():
+            node = self.nodes[version] = Node(entry.parent, self._directory.digests(version))
+            if entry.record:
+                node.record = self._reopen_file(f"version {version}", self._directory.record_path(version))
+            if entry.keyframe:
+                node.keyframe = self._reopen_file(f"keyframe {version}", self._directory.keyframe_path(version))
+
+    def _reopen_file(self, label: str, path: Path) -> Record:
+        file = RecordFile(path)
+        segments = [file.segment(index) for index in range(len(self._tiers.grid))]
+        record = Record(label, segments, file=file)
+        self._tiers.adopt(record, path)
+        return record
+
+    def node(self, version: int) -> Node:
+        """A known version.
+
+        Raises:
+            UnknownVersionError: with what is known, and what to do.
+        """
+        if version not in self.nodes:
+            where = f"the directory {self._directory.path}" if self._directory is not None else "memory"
+            raise UnknownVersionError(
+                f"version {version} is not in the store ({where} holds {sorted(self.nodes)}). Retain a version while "
+                "any token needs it; tokens of a lost version can only be dropped or scored by another source"
+            )
+        return self.nodes[version]
+
+    def add(self, version: int, node: Node, path: Path | None) -> None:
+        """A version that was just captured, and its record's file."""
+        self.nodes[version] = node
+        if node.record is not None:
+            self._tiers.adopt(node.record, path)
+
+    def compare(self, version: int, digests: np.ndarray) -> str | None:
+        """The name of the first tensor whose digest is not the version's, or None."""
+        differing = np.flatnonzero(self.node(version).digests != digests)
+        return self._specs[int(differing[0])].name if differing.size else None
+
+    def demand(self, version: int, digests: np.ndarray, what: str) -> None:
+        """Raise DigestMismatchError unless the digests are the version's."""
+        name = self.compare(version, digests)
+        if name is not None:
+            raise DigestMismatchError(
+                f"{what} are not version {version}: the bits of tensor '{name}' differ. Load the weights that were "
+                f"published as version {version}, or give the weights that you have another version number"
+            )
+
+    # ---- references ----------------------------------------------------------------------------------------------
+
+    def retain(self, version: int) -> None:
+        self.node(version)
+        self._references[version] += 1
+
+    def release(self, version: int) -> None:
+        if self._references[version] <= 0:
+            raise SnapshotError(f"version {version} was released more often than it was retained")
+        self._references[version] -= 1
+
+    def set_needed(self, versions: Iterable[int]) -> None:
+        needed = set(versions)
+        for version in needed:
+            self.node(version)
+        self._needed = needed
+
+    def kept(self, live: int) -> set[int]:
+        """Versions that must stay."""
+        newest = sorted(self.nodes)[-self._keep_last :] if self._keep_last > 0 else []
+        held = {version for version, count in self._references.items() if count > 0}
+        return (held | self._needed | set(newest) | {live}) & set(self.nodes)
+
+    def collect(self, live: int) -> list[int]:
+        """Remove what is neither kept nor between two kept versions, nor the last keyframe before one."""
+        kept = self.kept(live)
+        keyframes = [version for version, node in self.nodes.items() if node.keyframe is not None]
+        anchors = {max(before) for v in kept if (before := [key for key in keyframes if key <= v])}
+        parents = {v: node.parent for v, node in self.nodes.items() if node.record and node.parent is not None}
+        gone = sorted(removable(self.nodes, parents, kept | anchors))
+        for version in gone:
+            self.remove(version)
+        return gone
+
+    def remove(self, version: int) -> None:
+        """Remove a version, its record, and the record of any child."""
+        node = self.nodes.pop(version)
+        records = [record for record in (node.record, node.keyframe) if record is not None]
+        if self._directory is not None:
+            self._directory.remove(version)
+        for child, other in self.nodes.items():
+            if other.parent == version:
+                if other.record is not None:
+                    records.append(other.record)
+                other.parent, other.record = None, None
+                self.publish(child, only_known=True)
+        self._references.pop(version, None)
+        self._needed.discard(version)
+        for record in records:
+            self._tiers.drop(record)
+
+    def publish(self, version: int, only_known: bool = False) -> None:
+        """Bring the manifest in line with what is known of a version."""
+        if self._directory is None or (only_known and version not in self._directory.entries):
+            return
+        node = self.nodes[version]
+        self._directory.put(
+            version, node.parent, node.digests, record=node.record is not None and node.record.file is not None,
+            keyframe=node.keyframe is not None and node.keyframe.file is not None,
+        )
+
+    # ---- walks ---------------------------------------------------------------------------------------------------
+
+    def _record_cost(self, record: Record) -> float:
+        """In full copies of the weights: measured on one core, see host_kernels."""
+        return min(0.75, 0.1 + 10 * record.nbytes / self._full_bytes)
+
+    def plan(self, origin: int, target: int, shadow: int | None) -> list[Step] | None:
+        """The cheapest walk, None when there is none; `shadow` is the version that a shadow copy holds."""
+        parents = {
+            version: (node.parent, self._record_cost(node.record))
+            for version, node in self.nodes.items()
+            if node.record is not None and node.parent is not None
+        }
+        copies = {version: KEYFRAME_COST for version, node in self.nodes.items() if node.keyframe is not None}
+        if shadow is not None:
+            copies[shadow] = SHADOW_COST
+        return plan(origin, target, parents, copies)
+
+    def demand_plan(self, origin: int, target: int, shadow: int | None) -> list[Step]:
+        """As `plan`.
+
+        Raises:
+            UnknownVersionError: no walk.
+        """
+        self.node(target)
+        steps = self.plan(origin, target, shadow)
+        if steps is None:
+            raise UnknownVersionError(
+                f"no chain of records leads from version {origin} to version {target}: the history between them was not "
+                "captured or is lost. Load the weights of a version next to it, or set keyframe_every"
+            )
+        return steps
+
+    def record(self, step: Step) -> Record:
+        """The record that a step goes along."""
+        record = self.nodes[step.key].record
+        assert record is not None, f"the plan uses the record of version {step.key}, which has none"
+        return record

@@ -1,0 +1,526 @@
+"""A history of the weights that costs what changed: capture every version, put any of them back, bit for bit.
+
+Example::
+
+    store = SnapshotStore(dict(model.named_parameters()), version=0, config=SnapshotConfig(host_bytes=8 << 30))
+    optimizer.step()
+    store.capture(1)                      # parent defaults to the version that was live
+    with store.at(0):                     # the live tensors hold version 0, digests checked
+        score(model)
+    # the live tensors hold version 1 again, digests checked
+
+A capture needs the bits of the version before. Two ways to have them:
+
+- `shadow=True`: the store keeps one copy of the weights and compares against it. Simple, and the optimiser may write the
+  weights as it likes; costs one copy of the model in the memory the weights are in.
+- `shadow=False`: call `capture_update(version, tensors)` *before* the new bits are written, with the new tensors one by
+  one (for instance the masters, cast). The record is encoded against the live weights, which are then stepped along it.
+  Costs no copy, and the live weights change only once the record is safe.
+
+Invariants
+- Inside `at(v)` the live tensors have the digests that v was captured with, and after it those that they had before.
+- Every error leaves the live weights as they were. A walk is planned, and its records checked, before the first bit
+  changes.
+- A version that is retained, live, or among the `keep_last` newest is never removed.
+- A version number is never used twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_async.snapshots.bits import Task, check_tensors, signature, words_of
+from megatron_async.snapshots.codec import Mode
+from megatron_async.snapshots.directory import Directory
+from megatron_async.snapshots.errors import (
+    DigestMismatchError,
+    SnapshotBusyError,
+    SnapshotError,
+    TensorSetError,
+)
+from megatron_async.snapshots.history import CaptureReport, TravelReport
+from megatron_async.snapshots.ledger import Ledger, Node
+from megatron_async.snapshots.tiers import Record, Tiers, memory_tiers
+from megatron_async.snapshots.walker import Weights, version_digest
+
+
+BACKGROUND = "snapshot-capture"
+"""Name of the thread that captures in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotConfig:
+    """How a store keeps versions.
+
+    Attributes:
+        host_bytes: preallocated host memory for records. Too small, and records move to disk, or captures are refused.
+        device_bytes: memory on the weights' device for records; only useful where that is not the host.
+        disk_bytes: limit for the store's directory; None for what the disk has.
+        durable: with a directory, write every record at once, so that a crash loses none. Without, records reach the
+            disk only when memory is full.
+        shadow: keep a copy of the weights to compare with; see the module.
+        threads: threads that encode and apply.
+        keep_last: newest versions that stay although nothing retains them.
+        keyframe_every: a full copy every so many versions (0: never). Bounds a walk, and makes versions before a lost
+            record reachable; each costs a copy of the weights in host memory, or on disk if there is a directory.
+        verify: "full" compares all digests before weights are used and after coming back (one reading of the weights,
+            part of the same pass); "off" trusts the records.
+        compression_level: zstd level on the way to disk; 0 to leave payloads as they are.
+        compress_in_memory: compress in memory too: smaller by a third to a half, slower by a factor of five to ten.
+        pin_memory: page-lock the host memory, for transfers to a device.
+        task_words: words per unit of work; None for 1 Mi on a host and 16 Mi elsewhere.
+        deadline_s: longest wait for weights that another thread uses.
+    """
+
+    host_bytes: int
+    device_bytes: int = 0
+    disk_bytes: int | None = None
+    durable: bool = True
+    shadow: bool = True
+    threads: int = 1
+    keep_last: int = 2
+    keyframe_every: int = 0
+    verify: str = "full"
+    compression_level: int = 1
+    compress_in_memory: bool = False
+    pin_memory: bool = False
+    task_words: int | None = None
+    deadline_s: float = 600.0
+
+
+class SnapshotStore:
+    """See the module. All methods may be called from any thread; they take turns.
+
+    Args:
+        tensors: live tensors by name: contiguous, on one device, sharing no memory.
+        version: the version whose bits they hold now.
+        directory: where records survive; one per rank. An existing one is opened again, and then the live weights must
+            be one of its versions, or a version it has not seen.
+
+    Raises:
+        TensorSetError, SnapshotBusyError, DamagedRecordError: see the modules `bits` and `directory`.
+        DigestMismatchError: the directory knows `version` with other bits.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, version: int, config: SnapshotConfig,
+        directory: Path | str | None = None,
+    ) -> None:
+        if config.verify not in ("full", "off"):
+            raise SnapshotError(f"verify is '{config.verify}'; it is 'full' or 'off'")
+        check_tensors(tensors)
+        self.config = config
+        self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
+        self._names = {name: place for place, name in enumerate(tensors)}
+        self._directory: Directory | None = None
+        if directory is not None:
+            text = signature(self._weights.specs, self._weights.task_words)
+            self._directory = Directory(Path(directory), text, config.disk_bytes)
+        self._tiers = Tiers(
+            self._weights.grid, memory_tiers(config.device_bytes, config.host_bytes, config.pin_memory),
+            compression_level=config.compression_level, compress_in_memory=config.compress_in_memory,
+            disk_room=self._disk_room,
+        )
+        self._ledger = Ledger(self._weights.specs, self._tiers, self._directory, config.keep_last)
+        self._lock = threading.RLock()
+        self._away = False
+        self._background = ThreadPoolExecutor(1, BACKGROUND)
+        self._pending: Future[CaptureReport] | None = None
+        self._live = self._home = version
+        self._captures_since_keyframe = 0
+        try:
+            self._open(version)
+        except BaseException:
+            self.close()
+            raise
+        self._shadow = self._weights.copy() if config.shadow else None
+
+    def _open(self, version: int) -> None:
+        self._ledger.reopen()
+        digests = self._weights.digests()
+        if version in self._ledger.nodes:
+            self._ledger.demand(version, digests, "the live weights at opening")
+            return
+        self._ledger.add(version, Node(None, digests), None)
+        if self.config.durable:
+            self._ledger.publish(version)
+
+    def close(self) -> None:
+        """Finish what runs and let go of the directory; files stay. Errors of a background capture are raised."""
+        self._background.shutdown(wait=True)
+        self._weights.close()
+        if self._directory is not None:
+            self._directory.close()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> SnapshotStore:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    @property
+    def live_version(self) -> int:
+        """The version whose bits the live tensors hold."""
+        return self._live
+
+    def versions(self) -> list[int]:
+        """Versions that can be restored from where the live weights are."""
+        with self._turn():
+            reachable = (v for v in self._ledger.nodes if self._ledger.plan(self._live, v, self._copy_of()) is not None)
+            return sorted(reachable)
+
+    def digest(self, version: int) -> str:
+        """A text that two stores agree on exactly when every bit of the version agrees."""
+        with self._turn():
+            return version_digest(self._weights.specs, self._ledger.node(version).digests)
+
+    def usage(self) -> dict[str, int]:
+        """Bytes by tier: `shadow`, the memory tiers' records, and all files of the directory."""
+        with self._turn():
+            usage = {"shadow": self._weights.nbytes if self._shadow is not None else 0}
+            usage |= {tier.name: tier.used for tier in self._tiers.memory}
+            usage["disk"] = self._directory.used if self._directory is not None else 0
+            return usage
+
+    def _disk_room(self) -> int | None:
+        return self._directory.room() if self._directory is not None else None
+
+    def _copy_of(self) -> int | None:
+        """The version that the shadow copy holds."""
+        return self._home if self._shadow is not None else None
+
+    def retain(self, version: int) -> None:
+        """Keep a version until it was released as often as it was retained.
+
+        Raises:
+            UnknownVersionError: it is not there.
+        """
+        with self._turn():
+            self._ledger.retain(version)
+
+    def release(self, version: int) -> None:
+        """Undo one `retain`."""
+        with self._turn():
+            self._ledger.release(version)
+
+    def set_needed(self, versions: Iterable[int]) -> None:
+        """Declare, besides references, which versions must stay; replaces the declaration before.
+
+        Raises:
+            UnknownVersionError: one of them is not there; the declaration is as it was.
+        """
+        with self._turn():
+            self._ledger.set_needed(versions)
+
+    def collect(self) -> list[int]:
+        """Remove every version that is neither kept nor between two kept ones; capture does this by itself."""
+        with self._turn():
+            self._refuse_away("collect()")
+            return self._ledger.collect(self._live)
+
+    def forget(self, version: int) -> None:
+        """Remove a version whatever refers to it; what lies beyond it is then reachable by keyframes only.
+
+        Raises:
+            SnapshotError: it is the live one.
+        """
+        with self._turn():
+            self._ledger.node(version)
+            if version in (self._live, self._home):
+                raise SnapshotError(f"version {version} is live and cannot be forgotten")
+            self._ledger.remove(version)
+
+    # ---- capture -------------------------------------------------------------------------------------------------
+
+    def capture(self, version: int, parent: int | None = None) -> CaptureReport:
+        """Record the step to the bits that the live tensors hold now.
+
+        Args:
+            version: the number of the new version, never used before.
+            parent: the version before; it must be the live one, which is also the default.
+
+        Raises:
+            BudgetExceededError: no room; nothing was recorded, call again after releasing versions or raising budgets.
+            SnapshotBusyError: called inside `at`.
+            SnapshotError: the number was used, the parent is not the live version, or there is no shadow.
+        """
+        with self._turn():
+            shadow = self._shadow
+            if shadow is None:
+                raise SnapshotError("capture() compares with a shadow copy; set shadow=True or use capture_update()")
+
+            def fill(encode: Callable[[int, torch.Tensor], int]) -> list[int]:
+                return self._weights.run(lambda index, task: encode(index, self._weights.of(task)))
+
+            return self._capture(version, parent, shadow, fill)
+
+    def capture_update(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], parent: int | None = None
+    ) -> CaptureReport:
+        """Record the step to new bits, then take it: the live tensors hold them afterwards.
+
+        Args:
+            tensors: every tensor's new value, by name, in any order; each may be freed once the next is asked for.
+
+        Raises:
+            TensorSetError: a tensor is missing, unknown, given twice or of another shape or dtype.
+            As `capture` otherwise. The live weights are as they were.
+        """
+        with self._turn():
+            return self._capture(version, parent, self._weights.words, lambda encode: self._stream(tensors, encode))
+
+    def _stream(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], encode: Callable[[int, torch.Tensor], int]
+    ) -> list[int]:
+        grid, parts, seen = self._weights.grid, [0] * len(self._weights.grid), set()
+        for name, tensor in tensors:
+            place = self._names.get(name)
+            spec = None if place is None else self._weights.specs[place]
+            if spec is None or name in seen or (str(tensor.dtype), tuple(tensor.shape)) != (
+                f"torch.{spec.dtype}", spec.shape
+            ):  # fmt: skip
+                expected = "no tensor of that name" if spec is None else f"{spec.dtype}{list(spec.shape)} once"
+                raise TensorSetError(
+                    f"capture_update was given '{name}' as {tensor.dtype}{list(tensor.shape)}; expected {expected}"
+                )
+            seen.add(name)
+            words = words_of(tensor.contiguous())
+            mine = [index for index, task in enumerate(grid) if task.tensor == place]
+            sums = self._weights.run(
+                lambda index, task, words=words: encode(index, words[task.start : task.start + task.length]), mine
+            )
+            for index, total in zip(mine, sums, strict=True):
+                parts[index] = total
+        missing = sorted(set(self._names) - seen)
+        if missing:
+            raise TensorSetError(f"capture_update was not given {len(missing)} tensors, the first is '{missing[0]}'")
+        return parts
+
+    def _capture(
+        self, version: int, parent: int | None, old: list[torch.Tensor],
+        fill: Callable[[Callable[[int, torch.Tensor], int]], list[int]],
+    ) -> CaptureReport:
+        self._check_capture(version, parent)
+        self._ledger.collect(self._live)
+        began, weights = time.perf_counter(), self._weights
+        path = self._directory.record_path(version) if self._directory is not None else None
+        builder = self._tiers.begin(f"version {version}", path)
+        try:
+            parts = fill(lambda index, new: weights.encode(index, weights.of(weights.grid[index], old), new, builder))
+            encoded = time.perf_counter()
+            record = builder.finish(durable=self.config.durable)
+            written = time.perf_counter()
+            node = Node(self._live, weights.per_tensor(parts), record)
+            weights.walk([record], with_digest=False, words=old)
+        except BaseException:
+            builder.discard()
+            raise
+        parent, self._live, self._home = self._live, version, version
+        self._ledger.add(version, node, path)
+        if record.file is not None:
+            self._ledger.publish(version)
+        durable = written - encoded
+        self._maybe_keyframe(version)
+        return CaptureReport(
+            version, parent, record.nbytes, self._changed(record), "disk" if record.tier is None else record.tier.name,
+            time.perf_counter() - began - durable, durable,
+        )
+
+    def _check_capture(self, version: int, parent: int | None) -> None:
+        self._refuse_away("capture()")
+        if version in self._ledger.nodes:
+            raise SnapshotError(f"version {version} was captured before; a version number is never used twice")
+        if parent is not None and parent != self._live:
+            raise SnapshotError(f"the live weights came from version {self._live}, not from the given parent {parent}")
+
+    def _changed(self, record: Record) -> float:
+        counted = 0
+        for task, segment in zip(self._weights.grid, record.segments, strict=True):
+            counted += task.length if segment.mode == Mode.DENSE else segment.narrow + segment.wide
+        return counted / max(1, sum(task.length for task in self._weights.grid))
+
+    def capture_in_background(self, version: int, parent: int | None = None) -> Future[CaptureReport]:
+        """Capture while the caller goes on; the live weights may be read (published), not written, until `settle`."""
+        self.settle()
+        self._pending = self._background.submit(self.capture, version, parent)
+        return self._pending
+
+    def settle(self) -> CaptureReport | None:
+        """Wait for the capture in the background, and raise its error. Call it before the weights are written."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result(timeout=self.config.deadline_s)
+
+    # ---- keyframes -----------------------------------------------------------------------------------------------
+
+    def _maybe_keyframe(self, version: int) -> None:
+        self._captures_since_keyframe += 1
+        if self.config.keyframe_every and self._captures_since_keyframe >= self.config.keyframe_every:
+            self.keyframe()
+
+    def keyframe(self) -> None:
+        """Keep a full copy of the live version, in memory or, with a directory, on disk.
+
+        Raises:
+            BudgetExceededError: no room; the version itself is safe.
+        """
+        with self._turn():
+            self._refuse_away("keyframe()")
+            version, weights = self._live, self._weights
+            node = self._ledger.node(version)
+            if node.keyframe is not None:
+                return
+            path = self._directory.keyframe_path(version) if self._directory is not None else None
+            builder = self._tiers.begin(f"keyframe {version}", path)
+            if path is not None:
+                builder.disk_only()
+
+            def work(index: int, task: object) -> int:
+                new = weights.of(weights.grid[index])
+                return weights.encode(index, torch.zeros_like(new), new, builder)
+
+            try:
+                self._ledger.demand(version, weights.per_tensor(weights.run(work)), "the live weights")
+                node.keyframe = builder.finish(durable=False)
+                self._ledger.publish(version)
+            except BaseException:
+                node.keyframe = None
+                builder.discard()
+                raise
+            self._tiers.adopt(node.keyframe, path)
+            self._captures_since_keyframe = 0
+
+    # ---- travel --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[TravelReport]:
+        """Live weights at a version while the block runs, and back where they were afterwards.
+
+        Raises:
+            UnknownVersionError, DamagedRecordError, DigestMismatchError: before the block; the weights are as they were.
+            DigestMismatchError: after the block, when it wrote to the weights.
+        """
+        with self.journey() as journey:
+            journey.go(version)
+            yield journey.report
+
+    @contextmanager
+    def journey(self) -> Iterator[StoreJourney]:
+        """Visit several versions, one step each, and come back at the end: `journey.go(7); ...; journey.go(6)`."""
+        with self._turn():
+            outer, origin = self._away, self._live
+            journey = StoreJourney(self._go)
+            self._away = True
+            try:
+                yield journey
+            finally:
+                began = time.perf_counter()
+                try:
+                    if journey.report.visited:
+                        self._go(origin)
+                finally:
+                    self._away = outer
+                    journey.report.return_seconds = time.perf_counter() - began
+
+    def _go(self, target: int) -> int:
+        """Walk to a version; returns the steps taken."""
+        ledger, origin = self._ledger, self._live
+        steps = ledger.demand_plan(origin, target, self._copy_of())
+        ledger.demand_plan(target, self._home, self._copy_of())
+        for step in steps:
+            if not step.absolute and (record := ledger.record(step)).tier is None and record.file is not None:
+                record.file.verify(self._weights.grid)
+        if steps and steps[0].absolute:
+            self._enter(steps[0].to)
+            self._live, steps = steps[0].to, steps[1:]
+        with_digest = self.config.verify == "full"
+        records = [ledger.record(step) for step in steps]
+        digests = self._weights.walk(records, with_digest=with_digest)
+        if digests is not None and (name := ledger.compare(target, digests)) is not None:
+            self._weights.walk(records[::-1], with_digest=False)
+            raise self._mismatch(self._live, target, name)
+        self._live = target
+        return len(records)
+
+    def _mismatch(self, origin: int, target: int, name: str) -> DigestMismatchError:
+        """Tell changed live weights from a damaged record; the walk was taken back."""
+        changed = self._ledger.compare(origin, self._weights.digests())
+        if changed is not None:
+            return DigestMismatchError(
+                f"the live weights are no longer version {origin}: tensor '{changed}' was written after version {origin} "
+                f"was captured, so version {target} cannot be reached from them. Capture after every update, write to "
+                "weights only outside `with store.at(...)`, and load the weights of a captured version to go on"
+            )
+        return DigestMismatchError(
+            f"the records from version {origin} to version {target} do not lead to its bits (tensor '{name}'); a record "
+            f"in memory or on disk is damaged. The weights are at version {origin} as before; forget({target}) and drop "
+            "or rescore its tokens"
+        )
+
+    def _enter(self, version: int) -> None:
+        """Overwrite the weights with a full copy, whose digests were compared before."""
+        weights, keyframe = self._weights, self._ledger.node(version).keyframe
+        if version == self._copy_of() and self._shadow is not None:
+            if self.config.verify == "full":
+                self._ledger.demand(version, weights.digests(self._shadow), "the shadow copy's bits")
+            for words, copy in zip(weights.words, self._shadow, strict=True):
+                words.copy_(copy)
+            return
+        assert keyframe is not None, f"version {version} has no full copy"
+
+        def expand(index: int, task: Task) -> torch.Tensor:
+            words = torch.zeros_like(weights.of(task))
+            payload = keyframe.payload(index, task)
+            weights.kernels.apply(task, words, keyframe.segments[index], payload, with_digest=False)
+            return words
+
+        parts = weights.run(lambda index, task: weights.kernels.digest(task, expand(index, task)))
+        self._ledger.demand(version, weights.per_tensor(parts), f"the bits of keyframe {version}")
+        weights.run(lambda index, task: weights.of(task).copy_(expand(index, task)))
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not threading.current_thread().name.startswith(BACKGROUND):
+            self.settle()
+        if not self._lock.acquire(timeout=self.config.deadline_s):
+            raise SnapshotBusyError(
+                f"another thread has used the weights for {self.config.deadline_s} s (live version {self._live}); "
+                "leave its `with store.at(...)` block first, or raise deadline_s"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _refuse_away(self, what: str) -> None:
+        if self._away:
+            raise SnapshotBusyError(f"{what} inside `with store.at(...)`: the weights are at version {self._live}")
+
+
+class StoreJourney:
+    """The live weights on the move; see `SnapshotStore.journey`."""
+
+    def __init__(self, go: Callable[[int], int]) -> None:
+        self.report = TravelReport()
+        self._go = go
+
+    def go(self, version: int) -> None:
+        """Put the live weights at a version.
+
+        Raises:
+            UnknownVersionError, DamagedRecordError, DigestMismatchError: the weights stay where they are.
+        """
+        began = time.perf_counter()
+        self.report.steps += self._go(version)
+        self.report.seconds += time.perf_counter() - began
+        self.report.visited.append(version)
