@@ -162,11 +162,15 @@ async def run_episode(
     program (a template that cannot encode, a bug) and cancellation are raised, after the environment was closed.
     """
     progress = progress or EpisodeProgress()
-    episode = _Episode(client, chat, environment, trajectory, limits, progress, on_tokens or (lambda count: None))
+    episode = _Episode(
+        client, chat, environment, trajectory, limits, progress, on_tokens or (lambda count: None)
+    )
     try:
         ending = await _within_life(episode, limits.trajectory_deadline_s)
     except EpisodeFailure as failure:
-        ending = _Ending(failure.status, failure.kind, None, {"reason": failure.kind, "failure": str(failure)})
+        ending = _Ending(
+            failure.status, failure.kind, None, {"reason": failure.kind, "failure": str(failure)}
+        )
         logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
     finally:
         await _close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
@@ -342,7 +346,9 @@ class _Episode:
         if refused or failures > self.limits.max_retries:
             kind = "engine_timeout" if isinstance(error, EngineTimeout) else "engine_failure"
             message = f"{failures} failed requests: {error}"
-            raise EpisodeFailure(Status.ENGINE_ERROR, "engine_refused" if refused else kind, message) from error
+            raise EpisodeFailure(
+                Status.ENGINE_ERROR, "engine_refused" if refused else kind, message
+            ) from error
         self.progress.engine_failures += 1
         logger.warning("trajectory %s: request repeated: %s", self.trajectory.trajectory_id, error)
 

@@ -36,7 +36,7 @@ from megatron_async.rollout.engines import EngineVersions, build_pool, engine_ur
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.ledger import BankView, Ledger
-from megatron_async.rollout.prompts import PromptStream, cursor_of, group_id
+from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling
 from megatron_async.trajectory import Trajectory
 from sglang_bridge import EnginePool
@@ -48,6 +48,7 @@ _SILENCE_S = 60.0
 _LEAST_PAUSE_S = 0.01
 _LONGEST_RETRY_PAUSE_S = 5.0
 _HOPELESS_GROUPS = 8
+_GROUPS_AT_ONCE = 8
 
 
 class RolloutFailure(UserError):
@@ -167,14 +168,14 @@ class RolloutController:
         while True:
             view = await self._look()
             self._raise_if_hopeless()
-            for _ in range(await self._room(view)):
-                await self._open_group(parts)
+            room = await self._room(view)
+            for begin in range(0, room, _GROUPS_AT_ONCE):
+                await self._open_groups(parts, min(_GROUPS_AT_ONCE, room - begin))
             await self._until_news()
 
     async def _recover(self, parts: asyncio.TaskGroup) -> None:
         """Complete the groups that an earlier rollout left open, once the engines have said their version."""
-        cursor, open_groups = await self._ledger.recover("the rollout that played it ended")
-        self._cursor = max([cursor, *(cursor_of(group.group_id) + 1 for group in open_groups)])
+        self._cursor, open_groups = await self._ledger.recover("the rollout that played it ended")
         while (sampling := await self._engines.refresh((await self._look()).version)) is None:
             self._waiting_for = f"the engines: {self._engines.problem}"
             await self._until_news()
@@ -210,7 +211,9 @@ class RolloutController:
         if free == 0:
             self._waiting_for = self._why_no_room(view, sampling, running, oldest)
         else:
-            self._waiting_for = "" if slots > 0 else f"a free place (rollout.concurrency={rollout.concurrency})"
+            self._waiting_for = (
+                "" if slots > 0 else f"a free place (rollout.concurrency={rollout.concurrency})"
+            )
         return max(0, min(free, slots))
 
     def _sampling_version(self) -> int:
@@ -242,18 +245,26 @@ class RolloutController:
 
     # ------------------------------------------------------------------ groups
 
-    async def _open_group(self, parts: asyncio.TaskGroup) -> None:
-        cursor = self._cursor
-        self._cursor += 1
-        task, size = self._prompts.task(cursor), self.config.batch.group_size
-        group = self._new_group(group_id(cursor), task, self._sampling_version(), size)
-        members = [self._new_trajectory(group) for _ in range(group.size)]
-        await self._ledger.open_group(members, cursor + 1)
-        parts.create_task(self._play_group(group, members), name=group.group_id)
+    async def _open_groups(self, parts: asyncio.TaskGroup, count: int) -> None:
+        """Start the groups of the next `count` prompts, recorded in one transaction."""
+        size, opened = self.config.batch.group_size, []
+        for cursor in range(self._cursor, self._cursor + count):
+            group = self._new_group(
+                group_id(cursor), self._prompts.task(cursor), self._sampling_version(), size
+            )
+            opened.append((group, [self._new_trajectory(group) for _ in range(size)]))
+        self._cursor += count
+        await self._ledger.start([member for _, members in opened for member in members], self._cursor)
+        for group, members in opened:
+            parts.create_task(self._play_group(group, members), name=group.group_id)
 
-    async def _resume_group(self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int) -> None:
+    async def _resume_group(
+        self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int
+    ) -> None:
         """Play what is missing of a group; the members that had finished are kept."""
-        logger.info("group %s goes on: %d of its members wait, %d are missing", left.group_id, left.waiting, missing)
+        logger.info(
+            "group %s goes on: %d of its members wait, %d are missing", left.group_id, left.waiting, missing
+        )
         group = self._new_group(left.group_id, Task(left.prompt_id, left.task), version, missing)
         members = [self._new_trajectory(group) for _ in range(missing)]
         await self._ledger.start(members)
@@ -341,7 +352,10 @@ class RolloutController:
         """A run in which groups only fail ends with the reason, instead of going on in silence."""
         silent = self._clock() - self._last_success
         counters = self.counters
-        if counters.consecutive_abandoned >= _HOPELESS_GROUPS and silent > self.config.rollout.turn_deadline_s:
+        if (
+            counters.consecutive_abandoned >= _HOPELESS_GROUPS
+            and silent > self.config.rollout.turn_deadline_s
+        ):
             raise RolloutFailure(
                 f"{counters.consecutive_abandoned} groups in a row were given up and no episode finished for "
                 f"{silent:.0f} s (rollout.turn_deadline_s={self.config.rollout.turn_deadline_s:g}). Failures by kind: "

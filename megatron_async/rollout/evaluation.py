@@ -8,7 +8,7 @@ the same tasks. Nothing is written to the bank.
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import math
 import time
 from collections import Counter
@@ -18,13 +18,16 @@ from typing import Any
 
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.observe import append_evaluation, read_metrics
 from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, Sampler, run_episode
 from megatron_async.rollout.chat import ChatFormat
+from megatron_async.rollout.engines import build_pool, engine_urls
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import TaskSource
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
-from sglang_bridge import EnginePool
+
+logger = logging.getLogger(__name__)
 
 _SUCCESS_REWARD = 1.0 - 1e-6  # a reward of 1 is success; sums of shares may fall short by rounding
 
@@ -47,6 +50,7 @@ class EvaluationResult:
     pass_hat: dict[int, float]
     pass_at: dict[int, float]
     tasks: int
+    samples_per_task: int
     episodes: int
     tokens: float
     turns: float
@@ -88,7 +92,9 @@ async def evaluate(
     async def player() -> None:
         for index, sample in work:
             for attempt in range(retries + 1):
-                trajectory = await _play(pool, task_source, chat, index, f"{sample}-{attempt}", sampling, limits)
+                trajectory = await _play(
+                    pool, task_source, chat, index, f"{sample}-{attempt}", sampling, limits
+                )
                 if trajectory.status.trainable:
                     episodes[index].append(trajectory)
                     break
@@ -111,7 +117,9 @@ async def _play(
     limits: EpisodeLimits,
 ) -> Trajectory:
     task = task_source.task(index)
-    trajectory = Trajectory(f"evaluation-{index}-{sample}", f"evaluation-{index}", task.task_id, sampling, task.data)
+    trajectory = Trajectory(
+        f"evaluation-{index}-{sample}", f"evaluation-{index}", task.task_id, sampling, task.data
+    )
     return await run_episode(pool, chat, task_source.environment(task), trajectory, limits)
 
 
@@ -122,7 +130,9 @@ def summarise(
     played = [list(group) for group in episodes if group]
     flat = [trajectory for group in played for trajectory in group]
     if not flat:
-        raise UserError(f"no evaluation episode finished; failures: {failures}. Look at the rollout and engine logs.")
+        raise UserError(
+            f"no evaluation episode finished; failures: {failures}. Look at the rollout and engine logs."
+        )
     outcomes = [[_succeeded(trajectory) for trajectory in group] for group in played]
     rates = [sum(outcome) / len(outcome) for outcome in outcomes]
     versions = [version for t in flat for version in (t.min_version, t.max_version) if version is not None]
@@ -133,6 +143,7 @@ def summarise(
         pass_hat=dict(_over_tasks(outcomes, samples, pass_hat_k)),
         pass_at=dict(_over_tasks(outcomes, samples, pass_at_k)),
         tasks=len(played),
+        samples_per_task=samples,
         episodes=len(flat),
         tokens=sum(t.num_action_tokens for t in flat) / len(flat),
         turns=sum(len(t.turns) for t in flat) / len(flat),
@@ -147,7 +158,9 @@ def _succeeded(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None and trajectory.reward >= _SUCCESS_REWARD
 
 
-def _over_tasks(outcomes: Sequence[Sequence[bool]], samples: int, estimator: Any) -> Iterator[tuple[int, float]]:
+def _over_tasks(
+    outcomes: Sequence[Sequence[bool]], samples: int, estimator: Any
+) -> Iterator[tuple[int, float]]:
     """(k, mean of `estimator` over the tasks that have at least k samples)."""
     for k in range(1, samples + 1):
         values = [estimator(len(outcome), sum(outcome), k) for outcome in outcomes if len(outcome) >= k]
@@ -182,8 +195,7 @@ def evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult
 async def _evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult:
     chat = ChatFormat(config.model.path)
     source = build_task_source(config.environment, "heldout", config.seed)
-    pool = EnginePool(list(urls))
-    try:
+    async with build_pool(config, list(urls)) as pool:
         return await evaluate(
             pool,
             source,
@@ -194,16 +206,21 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str]) -> Evaluatio
             sampling=evaluation_sampling(config.rollout, config.evaluation.temperature),
             limits=replace(EpisodeLimits.from_config(config), routed_experts=False),
         )
-    finally:
-        await pool.close()
 
 
 def main(config: RunConfig) -> int:
-    """`megatron-async evaluate`: evaluate on the engines of the run's folder, write `evaluation_latest.json`."""
-    engines = config.run_path / "engines.json"
-    if not engines.exists():
-        raise UserError(f"{engines} is missing: start the run with `launch`, or engines with `serve`, first")
-    urls = [engine["url"] for engine in json.loads(engines.read_text())["engines"]]
-    result = evaluate_engines(config, urls)
-    (config.run_path / "evaluation_latest.json").write_text(json.dumps(result.as_dict(), indent=1))
+    """`megatron-async evaluate`: evaluate on the engines of the run's folder, add a row to `evaluations.jsonl`."""
+    result = evaluate_engines(config, engine_urls(config.run_path))
+    steps = read_metrics(config.run_path)
+    step = steps[-1]["step"] + 1 if steps else 0
+    append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})
+    logger.info(
+        "success on %d held-out tasks: %.1f %% (standard error %.1f), versions %d to %d, %.0f s; failures: %s",
+        result.tasks,
+        100 * result.success_rate,
+        100 * result.stderr,
+        *result.versions,
+        result.seconds,
+        result.failures or "none",
+    )
     return 0

@@ -76,27 +76,13 @@ class Ledger:
 
         return await self._call(work)
 
-    async def open_group(self, trajectories: Sequence[Trajectory], cursor: int) -> None:
-        """Record the members of a new group as running, then that the prompts up to `cursor` are issued.
+    async def start(self, trajectories: Sequence[Trajectory], cursor: int | None = None) -> None:
+        """Record trajectories as running and, with them, that the prompts before `cursor` are issued.
 
-        In this order: a crash in between leaves a group that `recover` returns, not a prompt that nobody plays.
+        One transaction: a prompt is issued exactly when its group is recorded, wherever a kill falls.
         """
-
-        def work() -> None:
-            for trajectory in trajectories:
-                self._bank.start_trajectory(trajectory)
-            self._bank.save_cursor(self._cursor_name, cursor)
-
-        await self._call(work)
-
-    async def start(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record further members of a group that is open."""
-
-        def work() -> None:
-            for trajectory in trajectories:
-                self._bank.start_trajectory(trajectory)
-
-        await self._call(work)
+        place = None if cursor is None else (self._cursor_name, cursor)
+        await self._call(lambda: self._bank.start_trajectories(trajectories, place))
 
     async def finish(self, trajectory: Trajectory) -> State:
         """Record a finished trajectory; returns the state it got (finished, failed, or filtered as surplus)."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from megatron_async.rollout.environments.base import Task, TaskSource
 
-_GROUP_PREFIX = "group-"
-
 
 class PromptStream:
     """Tasks by cursor. An endless source is read in its own order; a finite one is shuffled per epoch."""
@@ -40,11 +38,4 @@ class PromptStream:
 
 def group_id(cursor: int) -> str:
     """The id of the group that plays the task of `cursor`; sorts like the cursor."""
-    return f"{_GROUP_PREFIX}{cursor:09d}"
-
-
-def cursor_of(group: str) -> int:
-    """Inverse of `group_id`; raises ValueError for an id that it did not make."""
-    if not group.startswith(_GROUP_PREFIX):
-        raise ValueError(f"{group!r} is not a group id of this rollout ({_GROUP_PREFIX}<cursor>)")
-    return int(group.removeprefix(_GROUP_PREFIX))
+    return f"group-{cursor:09d}"

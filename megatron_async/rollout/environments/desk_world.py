@@ -20,8 +20,8 @@ from megatron_async.rollout.environments.desk_policy import DeskPolicy, Intent, 
 
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "joe", "kim", "lee")
 USER_IDS = ("u1", "u2", "u3", "u4")
-ORDER_IDS = tuple(f"{letter}{digit}" for letter in "ABCD" for digit in range(10))
-AMOUNTS = tuple(range(10, 50))
+ORDER_IDS = tuple(f"{letter}{digit}" for letter in "ABCD" for digit in range(6))
+AMOUNTS = tuple(range(10, 50, 2))
 SIZES = ("S", "M", "L")
 STATUSES = ("pending", "shipped", "delivered")
 OPENINGS: dict[Intent, tuple[str, ...]] = {
