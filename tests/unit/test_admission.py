@@ -148,7 +148,9 @@ class _Run:
     bound=st.integers(0, 4),
     publish_every=st.integers(1, 3),
     groups=st.integers(1, 4),
-    start=st.sampled_from([0, 6, 102]),  # multiples of every publish_every: the version resumed at is published
+    start=st.sampled_from(
+        [0, 6, 102]
+    ),  # multiples of every publish_every: the version resumed at is published
     seed=st.integers(0, 2**32),
 )
 def test_no_schedule_exceeds_the_bound_and_none_stops_the_run(
@@ -180,7 +182,9 @@ def test_without_the_rule_for_long_trajectories_the_bound_is_exceeded() -> None:
     """The property test can fail: the same run without `oldest_running` trains a token that is too old."""
 
     class Blind(StalenessAdmission):
-        def capacity(self, version: int, accepted: int, running: int, oldest_running: int | None = None) -> int:
+        def capacity(
+            self, version: int, accepted: int, running: int, oldest_running: int | None = None
+        ) -> int:
             return StalenessAdmission.capacity(self, version, accepted, running)
 
     gaps = {}

@@ -47,7 +47,9 @@ def test_a_whole_episode_is_recorded_token_by_token() -> None:
     second = continuation([1, 2, 3, *first, 4, 5], 20, 4)
     assert trajectory.token_ids.tolist() == [1, 2, 3, *first, 4, 5, *second]
     assert trajectory.loss_mask.tolist() == [False] * 3 + [True] * 4 + [False] * 2 + [True] * 4
-    assert trajectory.rollout_logprobs[trajectory.loss_mask].tolist() == [logprob_of(t) for t in first + second]
+    assert trajectory.rollout_logprobs[trajectory.loss_mask].tolist() == [
+        logprob_of(t) for t in first + second
+    ]
     assert (trajectory.status, trajectory.reward) == (Status.OK, 0.5)
     assert trajectory.info["ending"] == "done" and trajectory.info["reward"] == {"turns": 2}
     assert [turn.content for turn in environment.seen] == [" ".join(map(str, ids)) for ids in (first, second)]
@@ -128,9 +130,14 @@ def test_the_environment_may_truncate() -> None:
 @pytest.mark.parametrize("where", ["reset", "step0", "step1", "reward"])
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(EnvironmentFailure("tool server down"), "environment_failure"), (KeyError("x"), "environment_exception")],
+    [
+        (EnvironmentFailure("tool server down"), "environment_failure"),
+        (KeyError("x"), "environment_exception"),
+    ],
 )
-def test_an_environment_that_fails_is_a_status_and_never_a_reward(where: str, error: Exception, kind: str) -> None:
+def test_an_environment_that_fails_is_a_status_and_never_a_reward(
+    where: str, error: Exception, kind: str
+) -> None:
     """Field bug 27."""
     environment = ScriptedEnvironment(at={where: error})
     trajectory = play(RuleSampler(), environment)
@@ -142,7 +149,9 @@ def test_an_environment_that_answers_too_late_is_named() -> None:
     trajectory = play(
         RuleSampler(), ScriptedEnvironment(at={"step1": 30.0}), replace(LIMITS, turn_deadline_s=0.05)
     )
-    assert trajectory.status is Status.ENVIRONMENT_ERROR and trajectory.info["ending"] == "environment_timeout"
+    assert (
+        trajectory.status is Status.ENVIRONMENT_ERROR and trajectory.info["ending"] == "environment_timeout"
+    )
     assert "step gave no answer in 0.05 s" in trajectory.info["failure"]
 
 
@@ -281,7 +290,9 @@ def test_an_unclosed_turn_is_closed_in_the_context() -> None:
 
 def test_progress_and_token_counts_are_reported() -> None:
     progress, counted = EpisodeProgress(), []
-    trajectory = play(RuleSampler(), ScriptedEnvironment(turns=3), progress=progress, on_tokens=counted.append)
+    trajectory = play(
+        RuleSampler(), ScriptedEnvironment(turns=3), progress=progress, on_tokens=counted.append
+    )
     assert sum(counted) == progress.tokens == trajectory.num_action_tokens == 12
     assert trajectory.info["engine_s"] >= 0 and trajectory.info["environment_s"] >= 0
 
@@ -293,7 +304,9 @@ def test_routed_experts_cover_the_sequence_once_over_a_continued_response() -> N
         async def generate(self, input_ids: list[int], sampling: Any, **options: Any) -> Any:
             answer = await super().generate(input_ids, sampling, **options)
             ids = np.asarray([*input_ids, *answer.output_ids])[:-1]
-            return replace(answer, routed_experts=np.stack([ids % 8, ids % 4], 1)[:, None, :].astype(np.int32))
+            return replace(
+                answer, routed_experts=np.stack([ids % 8, ids % 4], 1)[:, None, :].astype(np.int32)
+            )
 
     sampler = Routed(turn_length=9, plan={0: (3, "abort"), 1: (0, "abort")}.get)
     trajectory = play(sampler, ScriptedEnvironment(turns=2), replace(LIMITS, routed_experts=True))
@@ -301,5 +314,3 @@ def test_routed_experts_cover_the_sequence_once_over_a_continued_response() -> N
     expected = np.stack([ids % 8, ids % 4], 1)[:, None, :]
     assert trajectory.routed_experts is not None
     np.testing.assert_array_equal(trajectory.routed_experts, expected)
-
-

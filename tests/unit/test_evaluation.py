@@ -1,0 +1,119 @@
+"""Held-out success: estimators against enumeration, failures left out, the engines' version reported."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.errors import UserError
+from megatron_async.rollout.agent_loop import EpisodeLimits
+from megatron_async.rollout.environments.base import EnvironmentFailure, Task
+from megatron_async.rollout.evaluation import (
+    EvaluationResult,
+    evaluate,
+    pass_at_k,
+    pass_hat_k,
+    standard_error,
+)
+from megatron_async.trajectory import SamplingParams
+from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
+
+LIMITS = EpisodeLimits(
+    max_turns=4, max_tokens=200, turn_deadline_s=5.0, trajectory_deadline_s=10.0, max_retries=0
+)
+
+
+def run(source: ScriptedSource, sampler: Any = None, **options: Any) -> EvaluationResult:
+    settings: dict[str, Any] = {"tasks": 4, "samples": 2, "concurrency": 3, "retries": 1, **options}
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
+    coroutine = evaluate(
+        sampler or RuleSampler(), source, PlainChat(), sampling=sampling, limits=LIMITS, **settings
+    )
+    return asyncio.run(coroutine)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("successes", [0, 1, 3, 5])
+def test_pass_estimators_are_the_mean_over_all_choices_of_k(successes: int, k: int) -> None:
+    outcomes = [True] * successes + [False] * (5 - successes)
+    choices = list(itertools.combinations(outcomes, k))
+    assert pass_hat_k(5, successes, k) == pytest.approx(np.mean([all(c) for c in choices]), abs=1e-12)
+    assert pass_at_k(5, successes, k) == pytest.approx(np.mean([any(c) for c in choices]), abs=1e-12)
+
+
+def test_standard_error_is_that_of_independent_tasks() -> None:
+    values = [1.0, 0.0, 0.5, 1.0, 0.25]
+    assert standard_error(values) == pytest.approx(np.std(values, ddof=1) / math.sqrt(5), rel=1e-12)
+    assert math.isnan(standard_error([1.0]))
+
+
+def test_rates_over_tasks_and_samples() -> None:
+    """Tasks 0 and 1 always succeed, task 2 in one of two samples, task 3 never: a near miss is no success."""
+    plays: dict[str, int] = {}
+
+    def make(task: Task) -> ScriptedEnvironment:
+        plays[task.task_id] = plays.get(task.task_id, 0) + 1
+        outcome = {2: float(plays[task.task_id] == 1), 3: 0.99}.get(task.data["index"], 1.0)
+        return ScriptedEnvironment(turns=2, outcome=outcome)
+
+    result = run(ScriptedSource(make), RuleSampler(version=5))
+    assert result.success_rate == 0.625 and result.pass_hat == {1: 0.625, 2: 0.5}
+    assert result.pass_at == {1: 0.625, 2: 0.75}
+    assert result.stderr == pytest.approx(np.std([1, 1, 0.5, 0], ddof=1) / 2)
+    assert result.mean_reward == pytest.approx((4 + 1 + 2 * 0.99) / 8)
+    assert (result.tasks, result.episodes, result.tokens, result.turns) == (4, 8, 8.0, 2.0)
+    assert result.versions == (5, 5) and result.failures == {} and plays == {f"task-{i}": 2 for i in range(4)}
+
+
+def test_failures_are_repeated_then_left_out_and_counted() -> None:
+    """Field bug 27: a failure is no wrong answer."""
+    plays: dict[str, int] = {}
+
+    def make(task: Task) -> ScriptedEnvironment:
+        number = plays[task.task_id] = plays.get(task.task_id, 0) + 1
+        index = task.data["index"]
+        broken = index == 0 or (index == 1 and number == 1)
+        return ScriptedEnvironment(at={"reset": EnvironmentFailure("down")} if broken else {})
+
+    result = run(ScriptedSource(make), tasks=3, samples=1)
+    assert result.success_rate == 1.0 and result.tasks == 2 and result.episodes == 2
+    assert result.failures == {"environment_failure": 1} and plays["task-1"] == 2
+
+
+def test_nothing_finished_is_an_error_and_not_a_rate() -> None:
+    broken = ScriptedSource(lambda task: ScriptedEnvironment(at={"reset": EnvironmentFailure("down")}))
+    with pytest.raises(UserError, match="no evaluation episode finished.*environment_failure"):
+        run(broken)
+
+
+def test_more_tasks_than_there_are_is_refused() -> None:
+    with pytest.raises(UserError, match="evaluation.tasks=4, but the heldout split has 3"):
+        run(ScriptedSource(size=3, split="heldout"))
+
+
+def test_concurrency_is_bounded() -> None:
+    class Counting(RuleSampler):
+        running = most = 0
+
+        async def generate(self, *args: Any, **options: Any) -> Any:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            answer = await super().generate(*args, **options)
+            self.running -= 1
+            return answer
+
+    sampler = Counting(delay_s=0.001)
+    result = run(ScriptedSource(), sampler, tasks=10, samples=2, concurrency=7)
+    assert sampler.most == 7 and result.episodes == 20
+
+
+def test_a_truncated_episode_counts_with_its_reward() -> None:
+    result = run(ScriptedSource(lambda task: ScriptedEnvironment(turns=9, outcome=0.0)), tasks=2)
+    assert result.truncated == 4 and result.success_rate == 0.0 and result.failures == {}
+    assert replace(result, seconds=0.0).as_dict()["pass_hat"] == {1: 0.0, 2: 0.0}
