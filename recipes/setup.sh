@@ -53,7 +53,9 @@ if [[ -d "$venv" && ! -f "$venv/pyvenv.cfg" && -n "$(ls -A "$venv")" ]]; then
 fi
 
 printf 'Setting up %s on Python %s\n' "$venv" "$version"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --root-user-action ignore)
+# --no-compile: of tens of thousands of modules a few thousand are ever imported; Python compiles those at first use.
+pip=("$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --no-input
+  --root-user-action ignore)
 rm -f "$venv/.stamp"
 step "environment" "$python" -m venv --clear "$venv"
 # torch with its dependencies, so that a CUDA build, where that is what the index offers, can be imported.

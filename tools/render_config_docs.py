@@ -66,6 +66,10 @@ def _table(cls: type, prefix: str) -> list[str]:
     return [*lines, ""]
 
 
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
+
+
 def _methods() -> list[str]:
     lines = [
         "## Methods (`objective.name`)",

@@ -307,6 +307,14 @@ def _correcting() -> list[str]:
 
 def _check_source(config: RunConfig) -> list[str]:
     source, anchor = config.old_logits.source, methods.ANCHORS[config.objective.anchor]
+    if not anchor.built:
+        ready = [
+            name for name in methods.METHODS[config.objective.name].anchors if methods.ANCHORS[name].built
+        ]
+        return [
+            f"objective.anchor: {config.objective.anchor} is not built in yet; with objective {config.objective.name} "
+            f"choose one of {', '.join(ready)}"
+        ]
     if source not in methods.SOURCES:
         return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
     if source != anchor.source:

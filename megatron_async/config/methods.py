@@ -39,6 +39,8 @@ class Anchor:
     """The log-probs of the training engine under exactly the token's own version."""
     source: str
     """What `old_logits.source` must be; "rollout" where no scoring pass is needed."""
+    built: bool = True
+    """Whether `old_logits` can provide it; a run with one that is not built is refused before anything starts."""
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
@@ -46,19 +48,26 @@ ANCHORS: dict[str, Anchor] = {
     "start": Anchor("training engine, weights at the start of this step", False, "start"),
     "rollout": Anchor("inference engine, as sampled", False, "rollout"),
     "snapshot": Anchor(
-        "training engine, the token's version restored from the snapshot history", True, "snapshot"
+        "training engine, the token's version restored from the snapshot history",
+        True,
+        "snapshot",
+        built=False,
     ),
     "dedicated": Anchor(
-        "a second training-side model that scores while the actor updates", True, "dedicated"
+        "a second training-side model that scores while the actor updates", True, "dedicated", built=False
     ),
     "interrupt": Anchor(
-        "scored before each update, while the token's version is still resident", True, "interrupt"
+        "scored before each update, while the token's version is still resident",
+        True,
+        "interrupt",
+        built=False,
     ),
     "ewma": Anchor(
         "training engine, weights averaged over versions",
         False,
         "ewma",
-        {
+        built=False,
+        options={
             "beta": Option(0.75, "decay of the average", low=0.0, high=1.0, optional=True),
             "staleness_window": Option(6.0, "sets beta = W / (W + 2)", low=0.0, optional=True),
             "reset_threshold": Option(

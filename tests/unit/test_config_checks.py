@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_async.config import ConfigError, check, load
+from megatron_async.config import ConfigError, check, load, methods
 from tests.unit.configs import MOE_SHAPE, make_checkpoint, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,8 +25,15 @@ def warnings(tmp_path, *overrides: str) -> list[str]:
     return check(load(write_config(tmp_path), overrides))
 
 
+@pytest.fixture
+def every_anchor_built(monkeypatch):
+    """As if `old_logits` provided every anchor, for rules that do not depend on it."""
+    for name, anchor in methods.ANCHORS.items():
+        monkeypatch.setitem(methods.ANCHORS, name, replace(anchor, built=True))
+
+
 def test_a_sensible_configuration_passes(tmp_path):
-    quiet = ["objective.name=tis", "objective.anchor=snapshot"]
+    quiet = ["objective.name=ppo", "objective.anchor=rollout"]
     layout = [
         "layout.world_size=8",
         "layout.tensor_model_parallel_size=2",
@@ -105,7 +113,7 @@ def test_a_sensible_configuration_passes(tmp_path):
             ["objective.name=ppo", "objective.anchor=start"],
             ["does not correct for them", "weight: discrepancy"],
         ),
-        (["objective.anchor=snapshot", "old_logits.source=start"], ["set it to snapshot or leave it out"]),
+        (["objective.anchor=linear", "old_logits.source=start"], ["set it to rollout or leave it out"]),
         (["batch.group_size=1", "batch.groups=4"], ["batch.group_size is 1; raise it", "running_mean"]),
         (["batch.group_size=1", "advantage.name=running_mean"], ["would drop every group"]),
     ],
@@ -147,6 +155,7 @@ def test_likely_mistakes_warn(tmp_path, overrides, word):
     assert any(word in warning for warning in warnings(tmp_path, *overrides)), warnings(tmp_path, *overrides)
 
 
+@pytest.mark.usefixtures("every_anchor_built")
 def test_exact_anchor_several_updates_or_a_wide_mask_are_silent(tmp_path):
     assert warnings(tmp_path, "objective.anchor=snapshot") == []
     wide = ["objective.mask_low=0.5", "objective.mask_high=2.0", "trainer.updates_per_batch=2"]
@@ -197,3 +206,20 @@ def test_recipes_are_legal(tmp_path, recipe):
     """With a checkpoint of the recipe's kind in place, no recipe is refused."""
     path = make_checkpoint(tmp_path / "model")
     assert isinstance(check(load(recipe, [f"model.path={path}"])), list)
+
+
+@pytest.mark.parametrize("anchor", sorted(methods.ANCHORS))
+def test_an_anchor_is_refused_exactly_where_no_source_provides_it(tmp_path, anchor):
+    """The table of the configuration and the builders of `old_logits` say the same."""
+    from megatron_async.errors import UserError
+    from megatron_async.old_logits import build_source
+
+    config = load(write_config(tmp_path), [f"objective.anchor={anchor}"])
+    if methods.ANCHORS[anchor].built:
+        assert build_source(config, None, frozenset()) is not None
+        assert isinstance(check(config), list)
+        return
+    with pytest.raises(UserError):
+        build_source(config, None, frozenset())
+    with pytest.raises(ConfigError, match=f"{anchor} is not built in yet; .*choose one of start"):
+        check(config)
