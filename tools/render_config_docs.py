@@ -91,13 +91,13 @@ def _methods() -> list[str]:
     lines += [
         "## Anchors (`objective.anchor`)",
         "",
-        "| anchor | meaning | exact | options |",
-        "|---|---|---|---|",
+        "| anchor | meaning | exact | built in | options |",
+        "|---|---|---|---|---|",
     ]
     for name, anchor in methods.ANCHORS.items():
         options = ", ".join(f"`{key}` = {option.default}" for key, option in anchor.options.items())
         lines.append(
-            f"| `{name}` | {anchor.meaning} | {'yes' if anchor.exact else 'no'} | {options or '–'} |"
+            f"| `{name}` | {anchor.meaning} | {_yes(anchor.exact)} | {_yes(anchor.built)} | {options or '–'} |"
         )
     lines += ["", "## Advantages (`advantage.name`)", "", "| estimator | meaning | window |", "|---|---|---|"]
     lines += [f"| `{name}` | {e.meaning} | {e.window or '–'} |" for name, e in methods.ADVANTAGES.items()]
