@@ -162,7 +162,9 @@ def test_routed_experts_have_one_row_less_than_tokens() -> None:
     assert generation.routed_experts is not None
     assert np.array_equal(generation.routed_experts, experts.reshape(4, 3, 2))
     short = base64.b64encode(experts[:-6].tobytes()).decode()
-    for wrong, message in [(short, "18 entries, expected 4 rows"), (coded[:-8], "not base64 of int32"), ("%%%", "not base64"), (None, "are missing")]:
+    refused = [(short, "18 entries, expected 4 rows"), (coded[:-8], "not base64 of int32"), ("%%%", "not base64"),
+               (None, "are missing")]
+    for wrong, message in refused:
         with pytest.raises(EngineError, match=message):
             answer(with_meta(routed_experts=wrong), shape=(3, 2))
 
