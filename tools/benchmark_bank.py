@@ -30,6 +30,7 @@ from tools.benchmark_rows import Row, write_rows
 
 GROUPS, GROUP_SIZE = 16, 8
 TOKENS = 64
+TAKES = 4  # per round; all but the last are rolled back
 Samples = dict[str, list[float]]
 
 
@@ -170,10 +171,13 @@ def _round(bank: Bank, step: int) -> Iterator[tuple[str, float]]:
             yield "finish", _seconds(partial(bank.finish_trajectory, trajectory))
     for _ in range(20):
         yield "poll", _seconds(lambda: (bank.current_version(), bank.admitted(), bank.peek_ready(GROUP_SIZE)))
-    started = time.perf_counter()
-    batch = bank.take_batch(step, GROUPS, GROUP_SIZE, 0)
-    yield "take", time.perf_counter() - started
-    assert batch is not None and len(batch) == GROUPS * GROUP_SIZE
+    for again in range(TAKES):
+        if again:
+            yield "rollback", _seconds(bank.rollback_uncommitted)
+        started = time.perf_counter()
+        batch = bank.take_batch(step, GROUPS, GROUP_SIZE, 0)
+        yield "take", time.perf_counter() - started
+        assert batch is not None and len(batch) == GROUPS * GROUP_SIZE
     yield "commit", _seconds(lambda: bank.commit_step(step, 0, 0))
 
 

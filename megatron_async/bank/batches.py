@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, exists, func, select, update
 
 from megatron_async.bank import dialects
 from megatron_async.bank import groups as group_rows
@@ -108,8 +108,11 @@ def discard_payloads(conn: Connection, through_step: int) -> int:
     """See `Bank.discard_payloads`."""
     over = (State.STALE.value, State.FILTERED.value, State.FAILED.value)
     trained = (trajectories.c.state == State.TRAINED.value) & (trajectories.c.step <= through_step)
-    gone = select(trajectories.c.position).where(trajectories.c.state.in_(over) | trained)
-    return int(conn.execute(delete(payloads).where(payloads.c.position.in_(gone))).rowcount)
+    # Correlated, so that the cost goes with the payloads that are left, not with all trajectories there were.
+    gone = exists().where(
+        trajectories.c.position == payloads.c.position, trajectories.c.state.in_(over) | trained
+    )
+    return int(conn.execute(delete(payloads).where(gone)).rowcount)
 
 
 def recorded(conn: Connection) -> list[Step]:

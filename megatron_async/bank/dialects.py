@@ -19,6 +19,9 @@ from megatron_async.bank.states import TRANSITIONS
 LOCK_TIMEOUT_S = 60
 """Longest wait for another writer, in seconds. Transactions last milliseconds; longer means that somebody hangs."""
 
+SQLITE_CACHE_KIB = 32 * 1024
+"""Pages a connection keeps in memory, enough for the upper levels of every index of a bank of millions."""
+
 _SCHEMA_LOCK = 0x4D41424B  # any number will do that no other program uses as an advisory lock
 
 
@@ -115,6 +118,7 @@ def _prepare_sqlite(connection: Any, record: Any) -> None:
         "journal_mode = WAL",
         "synchronous = FULL",
         "foreign_keys = ON",
+        f"cache_size = -{SQLITE_CACHE_KIB}",
     ):
         connection.execute(f"PRAGMA {pragma}")
 

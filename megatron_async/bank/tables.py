@@ -34,6 +34,7 @@ CLOSED_QUEUE = 1_000_000
 metadata = MetaData()
 # SQLite only numbers INTEGER primary keys by itself.
 _Position = BigInteger().with_variant(Integer, "sqlite")
+_RUNNING, _WAITS = text("state = 'running'"), text("min_version IS NOT NULL")
 
 schema = Table("bank_schema", metadata, Column("number", Integer, primary_key=True))
 
@@ -61,7 +62,7 @@ groups = Table(
     CheckConstraint("running >= 0 AND waiting >= 0 AND failed >= 0", name="ck_groups_counts"),
     CheckConstraint("queue >= 0 AND (queue = 0 OR NOT done)", name="ck_groups_queue"),
     Index("ix_groups_queue", "queue", "position"),
-    Index("ix_groups_min_version", "min_version", sqlite_where=text("min_version IS NOT NULL")),
+    Index("ix_groups_min_version", "min_version", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_groups_open", "done", "position"),
     sqlite_autoincrement=True,
 )
@@ -86,8 +87,7 @@ trajectories = Table(
     CheckConstraint("(state IN ('reserved', 'trained')) = (step IS NOT NULL)", name="ck_trajectories_step"),
     Index("ix_trajectories_group", "group_position", "position"),
     Index("ix_trajectories_step", "step", "position"),
-    Index("ix_trajectories_running", "position", sqlite_where=text("state = 'running'")),
-    Index("ix_trajectories_state", "state", "position"),
+    Index("ix_trajectories_running", "position", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
     sqlite_autoincrement=True,
 )
 
