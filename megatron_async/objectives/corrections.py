@@ -1,4 +1,4 @@
-"""Weights w and masks m made of the discrepancy ratio r_d = π_old/μ, at token or sequence level."""
+"""Ratios of a whole sequence, and masks that drop one (MIS)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_async.objectives.kernel import LOG_RATIO_LIMIT, Tokens
-
-
-def weight(kind: str, log_discrepancy: Tensor, cap: float) -> Tensor | None:
-    """w by name (`config.methods.WEIGHTS`): 1 (None), r_d, or min(r_d, cap)."""
-    if kind == "none":
-        return None
-    ratio = torch.exp(log_discrepancy)
-    return ratio.clamp_(max=cap) if kind == "truncated" else ratio
-
-
-def window(log_ratio: Tensor, ends: tuple[float, float]) -> Tensor:
-    """m = low ≤ ratio ≤ high, ends included."""
-    ratio = torch.exp(log_ratio)
-    return (ratio >= ends[0]).logical_and_(ratio <= ends[1])
 
 
 def at_level(tokens: Tokens, log_ratio: Tensor, level: str) -> Tensor:
@@ -34,11 +20,13 @@ def at_level(tokens: Tokens, log_ratio: Tensor, level: str) -> Tensor:
 
 
 def without_vetoed(tokens: Tokens, log_ratio: Tensor, threshold: float) -> Tensor | None:
-    """m = no token of the sequence has a ratio below `threshold`; None when the veto is off (threshold 0)."""
+    """m = no token of the sequence has a ratio below `threshold` (0 = off); None when nothing is dropped."""
     if threshold <= 0.0:
         return None
-    vetoes = (log_ratio < math.log(threshold)).logical_and_(tokens.active)
-    return tokens.segments.total(vetoes)[tokens.segments.index] == 0
+    vetoes = log_ratio < math.log(threshold)  # log ratios are 0 off the active tokens
+    if not bool(vetoes.any()):
+        return None
+    return tokens.segments.spread(tokens.segments.total(vetoes), torch.float32) == 0
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

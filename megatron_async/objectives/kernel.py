@@ -37,18 +37,26 @@ class Tokens:
         self.advantages = batch.advantages
         self.batch = batch
         self.action = batch.action_mask.bool()
-        raw = self.rollout if anchor is self.rollout else anchor - self.rollout
-        self.active = self.action & (raw.abs() < torch.inf)
+        self._raw_discrepancy = None if anchor is self.rollout else anchor - self.rollout
+        known = self.rollout if self._raw_discrepancy is None else self._raw_discrepancy
+        self.active = (known.abs() < torch.inf).logical_and_(self.action)
         self.inactive = ~self.active
 
+    def _clean(self, difference: Tensor) -> Tensor:
+        return difference.masked_fill_(self.inactive, 0.0).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
     def _difference(self, numerator: Tensor, denominator: Tensor) -> Tensor:
-        difference = (numerator - denominator).masked_fill_(self.inactive, 0.0)
-        return difference.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return self._clean(numerator - denominator)
 
     @cached_property
     def log_discrepancy(self) -> Tensor:
         """log r_d = log π_old - log μ: engine noise, if the anchor is exact."""
-        return self._difference(self.anchor, self.rollout)
+        return torch.zeros_like(self.rollout) if self._raw_discrepancy is None else self._clean(self._raw_discrepancy)
+
+    @cached_property
+    def discrepancy_ratio(self) -> Tensor:
+        """r_d = π_old/μ."""
+        return torch.exp(self.log_discrepancy)
 
     @cached_property
     def log_staleness(self) -> Tensor:

@@ -28,6 +28,8 @@ from megatron_async.objectives.kernel import (
 from megatron_async.objectives.preset import PRESETS, Preset
 
 STATISTICS = "statistics"
+# Anchors the loss makes from log μ and log π_θ; `start` too, where the training forward's own values are the anchor.
+DERIVED_ANCHORS = frozenset({"rollout", "linear", "loglinear", "start"})
 
 
 class EmptyBatch(ValueError):
@@ -61,7 +63,7 @@ class Objective:
 
     def _needs(self) -> frozenset[str]:
         needs = set(self.preset.needs)
-        if self.anchor.source and self.config.anchor != "start":
+        if self.config.anchor not in DERIVED_ANCHORS:
             needs.add("anchor")
         if self.config.kl_coefficient != 0.0:
             needs.add("reference")

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_async.config.methods import METHODS
 from megatron_async.config.schema import ObjectiveConfig
-from megatron_async.objectives import corrections
 from megatron_async.objectives.batch import Gather
 from megatron_async.objectives.kernel import Terms, Tokens
 
@@ -69,14 +68,22 @@ class Preset:
         return 1.0 - self.epsilons[0], 1.0 + self.epsilons[1]
 
     def weight(self, tokens: Tokens) -> Tensor | None:
-        """w from `objective.weight`, per token."""
-        return corrections.weight(self.config.weight, tokens.log_discrepancy, self.number("cap"))
+        """w from `objective.weight`, per token; None = 1."""
+        return None if self.config.weight == "none" else self.weight_of(tokens.discrepancy_ratio)
 
     def mask(self, tokens: Tokens) -> Tensor | None:
-        """m from `objective.mask_low/mask_high`, per token."""
-        if self.mask_ends == (0.0, math.inf):
+        """m from `objective.mask_low/mask_high`, per token; None = everything is accepted."""
+        return None if self.mask_ends == (0.0, math.inf) else self.mask_of(tokens.discrepancy_ratio)
+
+    def weight_of(self, ratio: Tensor) -> Tensor | None:
+        """w by name (`config.methods.WEIGHTS`): 1 (None), the ratio, or min(ratio, cap)."""
+        if self.config.weight == "none":
             return None
-        return corrections.window(tokens.log_discrepancy, self.mask_ends)
+        return ratio.clamp(max=self.number("cap")) if self.config.weight == "truncated" else ratio
+
+    def mask_of(self, ratio: Tensor) -> Tensor:
+        """m = mask_low ≤ ratio ≤ mask_high, ends included."""
+        return (ratio >= self.mask_ends[0]).logical_and_(ratio <= self.mask_ends[1])
 
 
 def preset(name: str) -> Callable[[type[Preset]], type[Preset]]:

@@ -1,7 +1,7 @@
-"""Sums over the sequences of a packed batch.
+"""Sums over groups of the packed tokens: the sequences of a batch, or its version gaps.
 
-Invariant: results depend on sequence ids only through equality, so packing, order and padding change nothing.
-Sums run in float64: a sequence may hold 10^5 tokens, and its ratio is the exponential of the sum.
+Invariant: results depend on ids only through equality, so packing, order and padding change nothing. Sums run in
+float64: a sequence may hold 10^5 tokens, and its ratio is the exponential of their sum.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """index: int64 [T], dense sequence number of each token; number: how many sequences."""
+    """Tokens grouped by id, as runs of neighbours with one id (a sequence is usually one run).
+
+    index: int64 [T], dense segment number of each token. number: how many segments.
+    run_lengths, run_segment: int64 [runs], tokens of each run and the segment it belongs to.
+    """
 
     index: Tensor
     number: int
+    run_lengths: Tensor
+    run_segment: Tensor
 
     @staticmethod
-    def of(sequence_ids: Tensor) -> Segments:
-        """Dense numbers for arbitrary ids. Tokens of a sequence are usually neighbours: then only the runs are sorted."""
-        if sequence_ids.numel() == 0:
-            return Segments(sequence_ids.long(), 0)
-        runs, run_of_token = torch.unique_consecutive(sequence_ids, return_inverse=True)
-        ids, id_of_run = torch.unique(runs, return_inverse=True)
-        return Segments(id_of_run[run_of_token], ids.numel())
+    def of(ids: Tensor) -> Segments:
+        """Segments numbered by increasing id; any int64 ids, in any order."""
+        runs, run_of_token, lengths = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
+        distinct, segment_of_run = torch.unique(runs, return_inverse=True)
+        index = segment_of_run.index_select(0, run_of_token)
+        return Segments(index, distinct.numel(), lengths, segment_of_run)
 
     def total(self, values: Tensor) -> Tensor:
-        """Float64 [number]: sum of `values` [T] over each sequence."""
+        """Float64 [number]: sum of `values` [T] over each segment."""
         sums = torch.zeros(self.number, dtype=torch.float64, device=values.device)
-        return sums.index_add_(0, self.index, values.double())
+        if values.numel() == 0:
+            return sums
+        by_run = torch.segment_reduce(values.double(), "sum", lengths=self.run_lengths, unsafe=True)
+        return sums.index_add_(0, self.run_segment, by_run)
 
-    def spread(self, per_sequence: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T]: each token's entry of `per_sequence` [number]."""
-        return per_sequence.to(dtype)[self.index]
+    def spread(self, per_segment: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T]: each token's entry of `per_segment` [number]."""
+        return per_segment.to(dtype).index_select(0, self.index)

@@ -6,6 +6,7 @@ by the policy being trained, and what follows it was conditioned on it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_async.objectives import corrections, surrogates
@@ -22,14 +23,13 @@ class Mis(Preset):
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio = tokens.log_staleness
         surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)
-        discrepancy = corrections.at_level(tokens, tokens.log_discrepancy, self.choice("level"))
-        mask = corrections.window(discrepancy, self.mask_ends)
+        discrepancy = torch.exp(corrections.at_level(tokens, tokens.log_discrepancy, self.choice("level")))
         veto = corrections.without_vetoed(tokens, tokens.log_discrepancy, self.number("veto"))
         return Terms(
             surrogate.value,
             surrogate.slope,
-            weight=corrections.weight(self.config.weight, discrepancy, cap=float("inf")),
-            mask=corrections.both(mask, veto),
+            weight=self.weight_of(discrepancy),
+            mask=corrections.both(self.mask_of(discrepancy), veto),
             clipped=surrogate.clipped,
             log_ratio=log_ratio,
         )

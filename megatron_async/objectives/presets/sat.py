@@ -46,17 +46,24 @@ class Sat(Preset):
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio, q = self._log_ratio(tokens), statistic["q"].to(tokens.logprobs.dtype)
         gated = (log_ratio.abs() > q).logical_and_(q > 0)
-        contraction = torch.where(gated, 1.0 / (1.0 + (log_ratio / q).square_()), 1.0)
-        epsilon_low, epsilon_high = self.epsilons
-        above = log_ratio > 0
-        low = torch.where(above, 1.0 - epsilon_low, 1.0 - epsilon_low * contraction)
-        high = torch.where(above, 1.0 + epsilon_high * contraction, 1.0 + epsilon_high)
+        contraction = (log_ratio / q).square_().add_(1.0).reciprocal_()
+        contraction = torch.where(gated, contraction, 1.0)
+        # c contracts the end on d's own side. Using it for both ends gives the same S: a ratio above 1 never meets
+        # the lower end, nor one below 1 the upper.
+        low = 1.0 - self.epsilons[0] * contraction
+        high = 1.0 + self.epsilons[1] * contraction
         surrogate = surrogates.min_clip(log_ratio, tokens.advantages, low, high, self.dual)
+        diagnostics = {
+            "q": q,
+            "gated": gated,
+            "contraction": contraction,
+            "epsilons": torch.tensor(self.epsilons, dtype=torch.float64, device=q.device),
+        }
         return Terms(
             surrogate.value,
             surrogate.slope,
             clipped=surrogate.clipped,
             log_ratio=log_ratio,
             sequence_level=self._on_sequences,
-            diagnostics={"q": q, "gated": gated, "contraction": contraction, "low_end": low, "high_end": high},
+            diagnostics=diagnostics,
         )
