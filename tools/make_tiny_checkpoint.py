@@ -9,6 +9,7 @@ The directory loads in transformers, SGLang and megatron_async like a published 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -17,15 +18,21 @@ from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    default = TinyShape()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not hold a checkpoint yet")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory to write; must not hold a checkpoint yet"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
     parser.add_argument("--dense", action="store_true", help="a dense Qwen3 with as many active parameters")
-    parser.add_argument("--tied", action="store_true", help="one matrix for input and output embeddings")
-    for name in ("hidden", "layers", "heads", "key_value_heads", "head_dim", "experts", "experts_per_token", "expert_hidden"):
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=getattr(default, name), help="default %(default)s")
+    parser.add_argument(
+        "--tied-embeddings", action="store_true", help="one matrix for input and output embeddings"
+    )
+    for size in dataclasses.fields(TinyShape):
+        if size.type == "int":
+            flag = "--" + size.name.replace("_", "-")
+            parser.add_argument(flag, type=int, default=size.default, help="default %(default)s")
     return parser.parse_args(arguments)
 
 
@@ -33,17 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint; 0, or 2 with one line on stderr when the request cannot be met."""
     options = parse(arguments)
     try:
-        shape = TinyShape(
-            hidden=options.hidden,
-            layers=options.layers,
-            heads=options.heads,
-            key_value_heads=options.key_value_heads,
-            head_dim=options.head_dim,
-            experts=0 if options.dense else options.experts,
-            experts_per_token=options.experts_per_token,
-            expert_hidden=options.expert_hidden,
-            tied_embeddings=options.tied,
-        )
+        sizes = {field.name: getattr(options, field.name) for field in dataclasses.fields(TinyShape)}
+        shape = TinyShape(**(sizes | {"experts": 0} if options.dense else sizes))
         parameters = write_tiny_checkpoint(options.out, options.seed, shape)
     except (ValueError, OSError) as error:
         print(f"make_tiny_checkpoint: {error}", file=sys.stderr)

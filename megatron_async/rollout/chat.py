@@ -67,7 +67,9 @@ class ChatFormat:
                 f"tools, such as the one of Qwen3) beside tokenizer_config.json"
             )
         if self._tokenizer.eos_token_id is None:
-            raise ChatFormatError(f"the tokenizer in {self._path} has no eos_token: set it in tokenizer_config.json")
+            raise ChatFormatError(
+                f"the tokenizer in {self._path} has no eos_token: set it in tokenizer_config.json"
+            )
         self.stop_token_ids: tuple[int, ...] = self._stop_tokens()
         self._control = tuple(token for token in self._tokenizer.all_special_tokens if len(token) > 1)
         self._refuse_template_without_tools()
@@ -123,7 +125,9 @@ class ChatFormat:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens shown: for logs and transcripts."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _malformed(self, content: str, calls: Sequence[ToolCall]) -> str | None:
@@ -153,7 +157,11 @@ class ChatFormat:
             result["reasoning_content"] = message.reasoning
         if message.tool_calls:
             result["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for call in message.tool_calls
             ]
         return result
@@ -169,7 +177,7 @@ class ChatFormat:
         return ids
 
     def _conversation(self, variant: int, role: str) -> list[Message]:
-        """A conversation that ends with an assistant turn holding the sentinel last; variants differ in everything else."""
+        """A conversation that ends with an assistant turn holding the sentinel; variants differ before it."""
         history = [Message("user", "hello")]
         if variant == 1:
             roles = [("system", "Be brief."), ("user", "one"), ("assistant", "two"), ("user", "3")]
@@ -182,7 +190,11 @@ class ChatFormat:
     def _after_turn(self, rendered: str) -> str:
         """What the template wrote after the sentinel's turn, from the end token's text on."""
         tail = rendered[rendered.rindex(_SENTINEL) + len(_SENTINEL) :]
-        ends = [token for token in map(self._tokenizer.convert_ids_to_tokens, self.stop_token_ids) if token in tail]
+        ends = [
+            token
+            for token in map(self._tokenizer.convert_ids_to_tokens, self.stop_token_ids)
+            if token in tail
+        ]
         if not ends:
             raise ChatFormatError(
                 f"the template in {self._path} does not close an assistant turn with a stop token (it writes {tail!r}; "
@@ -210,7 +222,9 @@ class ChatFormat:
     def _refuse_template_without_tools(self) -> None:
         text = self._render([Message("user", "hello")], [_PROBE_TOOL], prompt=True)
         called = self._render(self._conversation(0, "tool"), (), prompt=False)
-        for missing in [what for what, where in (("tools", text), ("tool calls", called)) if _PROBE_NAME not in where]:
+        for missing in [
+            what for what, where in (("tools", text), ("tool calls", called)) if _PROBE_NAME not in where
+        ]:
             raise ChatFormatError(
                 f"the chat template in {self._path} ignores {missing}: the agent would never see them. Use a template "
                 f"that renders `tools` and `tool_calls` (for Qwen models the chat_template.jinja published with them)"

@@ -77,7 +77,9 @@ def build_demonstrations(
     """
     target = DEMONSTRATIONS.get(config.name)
     if target is None:
-        raise ValueError(f"environment {config.name!r} has no demonstrations; known: {sorted(DEMONSTRATIONS)}")
+        raise ValueError(
+            f"environment {config.name!r} has no demonstrations; known: {sorted(DEMONSTRATIONS)}"
+        )
     module, _, attribute = target.partition(":")
     build = getattr(importlib.import_module(module), attribute)
     pairs: list[tuple[list[int], list[bool]]] = build(config.options, count, seed, chat)

@@ -77,7 +77,7 @@ class ScriptedUser:
 
 
 class DeskEnvironment:
-    """One episode at the desk. A turn is either tool calls or speech: text beside tool calls is not heard by the user."""
+    """One episode at the desk. A turn is tool calls or speech: the user does not hear text beside tool calls."""
 
     def __init__(self, task: DeskTask) -> None:
         self.task = task

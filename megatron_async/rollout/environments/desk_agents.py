@@ -95,15 +95,21 @@ def _call(tool: str, /, **arguments: str) -> Message:
     return Message("assistant", "", (ToolCall(tool, dict(arguments)),))
 
 
+CHANGES = (
+    Verdict("cancel_order", "refund"),
+    Verdict("return_order", "returned"),
+    Verdict("resize_order", "changed"),
+)
+
+
 def speech() -> list[str]:
     """Every kind of line that user and agent say at the desk, with an example of each entity: text for a tokenizer."""
     openings = [line for lines in OPENINGS.values() for line in lines]
     answers = ["i am ann", "order A0", "size M", "size S", "size L", "yes", "no", "sorry?"]
     questions = ["which order?", "your name?", "which size?", "are you sure?"]
     closings = [
-        _closing(intent, Verdict(action, outcome), amount)
-        for action, outcomes in (("none", OUTCOMES), ("return_order", ("changed", "returned", "refund")))
-        for outcome in outcomes
+        _closing(intent, verdict, amount)
+        for verdict in (*(Verdict("none", outcome) for outcome in OUTCOMES), *CHANGES)
         for intent in OPENINGS
         for amount in ("", 10)
     ]

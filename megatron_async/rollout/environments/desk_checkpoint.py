@@ -19,14 +19,16 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from megatron_async.rollout.environments.desk_tokenizer import PAD, TURN_END, VOCABULARY_SIZE, build_tokenizer
-
-CONTEXT_LENGTH = 4096
+from megatron_async.rollout.environments.desk_tokenizer import (
+    CONTEXT_LENGTH,
+    VOCABULARY_SIZE,
+    build_tokenizer,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes of a tiny Qwen3. `experts` 0 makes a dense model, whose MLP is `expert_hidden` * `experts_per_token` wide."""
+    """Sizes of a tiny Qwen3. With `experts` 0 it is dense, and its MLP `expert_hidden` * `experts_per_token` wide."""
 
     hidden: int = 64
     layers: int = 3
@@ -40,11 +42,15 @@ class TinyShape:
 
     def __post_init__(self) -> None:
         if self.heads % self.key_value_heads:
-            raise ValueError(f"{self.heads} heads cannot share {self.key_value_heads} key-value heads equally")
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.key_value_heads} key-value heads equally"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings pair its halves")
         if self.experts and not 0 < self.experts_per_token <= self.experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} is not within 1 to experts {self.experts}")
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is not within 1 to experts {self.experts}"
+            )
 
     @property
     def dense_hidden(self) -> int:
@@ -62,7 +68,7 @@ def write_tiny_checkpoint(out: Path, seed: int, shape: TinyShape = TinyShape()) 
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(str(out))
-    ids = {"eos_token_id": tokenizer.convert_tokens_to_ids(TURN_END), "pad_token_id": tokenizer.convert_tokens_to_ids(PAD)}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_json(out / "config.json", config(shape) | ids)
     _write_json(out / "generation_config.json", ids | {"do_sample": True, "temperature": 1.0})
     tensors = initial_tensors(shape, seed)

@@ -63,16 +63,16 @@ def record(
             raise ValueError(f"{name} is {value}: a probability lies in [0, 1]")
     tasks = DeskTasks("train", policy, seed)
     rng = random.Random(f"desk demonstrations {seed}")
-    scripts_and_desks = []
+    episodes: list[tuple[Script, Environment]] = []
     for number in range(count):
-        task = tasks.environment(tasks.task(tasks.size - 1 - number))
+        desk = tasks.environment(tasks.task(tasks.size - 1 - number))
         habits = draw_habits(rng, p_skip_user, p_skip_order)
-        scripts_and_desks.append((script(task.task.opening, policy, habits), task))
-    return asyncio.run(_record_all(scripts_and_desks, chat))
+        episodes.append((script(desk.task.opening, policy, habits), desk))
+    return asyncio.run(_record_all(episodes, chat))
 
 
-async def _record_all(pairs: list[tuple[Script, Environment]], chat: ChatFormat) -> list[Demonstration]:  # type: ignore[type-arg]
-    return [await play(agent, environment, chat) for agent, environment in pairs]
+async def _record_all(episodes: list[tuple[Script, Environment]], chat: ChatFormat) -> list[Demonstration]:
+    return [await play(agent, environment, chat) for agent, environment in episodes]
 
 
 async def play(agent: Script, environment: Environment, chat: ChatFormat) -> Demonstration:

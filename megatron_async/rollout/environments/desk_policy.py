@@ -85,7 +85,9 @@ def policy_from(value: str | Mapping[str, Any]) -> DeskPolicy:
     known = {field.name for field in dataclasses.fields(DeskPolicy)}
     unknown = sorted(set(value) - known)
     if unknown:
-        raise ValueError(f"unknown fields of a desk policy: {', '.join(unknown)}. Known: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown fields of a desk policy: {', '.join(unknown)}. Known: {', '.join(sorted(known))}"
+        )
     return DeskPolicy(**value)
 
 

@@ -19,6 +19,8 @@ from megatron_async.rollout.environments import desk_policy, desk_world
 from megatron_async.rollout.environments.desk_agents import speech
 
 VOCABULARY_SIZE = 512
+CONTEXT_LENGTH = 4096
+"""Longest sequence of the tiny models; a desk episode takes about 90 tokens."""
 TURN_START, TURN_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 CONTROL_TOKENS = (PAD, TURN_START, TURN_END)
 MARKERS = (
@@ -40,7 +42,7 @@ CHAT_TEMPLATE = """\
     {%- if tools %}
         {{- '\\n\\nTools:\\n<tools>' }}
         {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-        {{- '\\n</tools>\\n""" + HOW_TO_CALL + """' }}
+        {{- '\\n</tools>\\nHOW_TO_CALL' }}
     {%- endif %}
     {{- '<|im_end|>\\n' }}
 {%- endif %}
@@ -64,7 +66,7 @@ CHAT_TEMPLATE = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+""".replace("HOW_TO_CALL", HOW_TO_CALL)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -84,7 +86,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     # Markers of tools and reasoning are whole tokens, but text: only control tokens may be dropped when decoding.
     backend.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in MARKERS])
     backend.add_tokens([AddedToken(phrase, special=False, normalized=False) for phrase in phrases])
-    backend.add_tokens([AddedToken(word, special=False, normalized=False, single_word=True) for word in words])
+    backend.add_tokens(
+        [AddedToken(word, special=False, normalized=False, single_word=True) for word in words]
+    )
     _fill(backend)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -92,15 +96,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         additional_special_tokens=[TURN_START],
         clean_up_tokenization_spaces=False,
-        model_max_length=desk_context_length(),
+        model_max_length=CONTEXT_LENGTH,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def desk_context_length() -> int:
-    """Longest sequence the tiny models are made for; a desk episode takes about 150 tokens."""
-    return 4096
 
 
 def entities() -> list[str]:
@@ -130,4 +129,6 @@ def _fill(backend: Tokenizer) -> None:
     missing = VOCABULARY_SIZE - backend.get_vocab_size()
     if missing < 0:
         raise ValueError(f"the desk's tokens do not fit {VOCABULARY_SIZE} entries: {-missing} too many")
-    backend.add_tokens([AddedToken(f"<|unused_{i}|>", special=False, normalized=False) for i in range(missing)])
+    backend.add_tokens(
+        [AddedToken(f"<|unused_{i}|>", special=False, normalized=False) for i in range(missing)]
+    )

@@ -1,7 +1,8 @@
 """The service desk's world: a small database, the tools that read and change it, and tasks drawn from seeds.
 
 Invariants
-- The tools do not enforce the policy: they do what they are told to any order of anybody. Knowing better is the agent's job.
+- The tools do not enforce the policy: they do what they are told to any order of anybody. Knowing better is the
+  agent's job.
 - A tool answers every call with JSON; a wrong name, argument or id is an `error` in the answer, never an exception.
 - `draw_task` is a pure function of the task's number and the policy.
 """
@@ -21,7 +22,7 @@ from megatron_async.rollout.environments.desk_policy import DeskPolicy, Intent, 
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "joe", "kim", "lee")
 USER_IDS = ("u1", "u2", "u3", "u4")
 ORDER_IDS = tuple(f"{letter}{digit}" for letter in "ABCD" for digit in range(6))
-AMOUNTS = tuple(range(10, 50, 2))
+AMOUNTS = tuple(range(10, 58, 2))
 SIZES = ("S", "M", "L")
 STATUSES = ("pending", "shipped", "delivered")
 OPENINGS: dict[Intent, tuple[str, ...]] = {
@@ -66,7 +67,9 @@ class DeskDatabase:
         if tool is None:
             return {"error": "no such tool"}
         expected = TOOL_ARGUMENTS[call.name]
-        if set(call.arguments) != set(expected) or not all(isinstance(v, str) for v in call.arguments.values()):
+        if set(call.arguments) != set(expected) or not all(
+            isinstance(v, str) for v in call.arguments.values()
+        ):
             return {"error": "bad arguments"}
         if "order_id" in expected and call.arguments["order_id"] not in self.orders:
             return {"error": "no such order"}
@@ -75,7 +78,10 @@ class DeskDatabase:
     def _find_user(self, name: str) -> dict[str, Any]:
         for user_id, user in self.users.items():
             if user["name"] == name:
-                return {"user_id": user_id, "orders": [o for o, v in self.orders.items() if v["user_id"] == user_id]}
+                return {
+                    "user_id": user_id,
+                    "orders": [o for o, v in self.orders.items() if v["user_id"] == user_id],
+                }
         return {"error": "no such user"}
 
     def _get_order(self, order_id: str) -> dict[str, Any]:
@@ -97,16 +103,23 @@ class DeskDatabase:
 
 
 def _schema(name: str, description: str, arguments: dict[str, str]) -> dict[str, Any]:
-    properties: dict[str, Any] = {key: {"type": "string", "description": text} for key, text in arguments.items()}
+    properties: dict[str, Any] = {
+        key: {"type": "string", "description": text} for key, text in arguments.items()
+    }
     if "size" in properties:
         properties["size"]["enum"] = list(SIZES)
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 _ORDER = {"order_id": "id of the order"}
 TOOLS: list[dict[str, Any]] = [
-    _schema("find_user", "Find a user by name: user id and ids of the user's orders.", {"name": "first name"}),
+    _schema(
+        "find_user", "Find a user by name: user id and ids of the user's orders.", {"name": "first name"}
+    ),
     _schema("get_order", "Read an order: owner, status, size, amount.", _ORDER),
     _schema("cancel_order", "Cancel an order and refund it.", _ORDER),
     _schema("return_order", "Take an order back.", _ORDER),
