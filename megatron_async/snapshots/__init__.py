@@ -13,8 +13,10 @@ from megatron_async.snapshots.errors import (
     TensorSetError,
     UnknownVersionError,
 )
+from megatron_async.snapshots.full_copy import FullCopyStore
 from megatron_async.snapshots.history import CaptureReport, Journey, TravelReport, WeightHistory
-from megatron_async.snapshots.store import SnapshotConfig, SnapshotStore
+from megatron_async.snapshots.settings import SnapshotConfig
+from megatron_async.snapshots.store import SnapshotStore
 
 __all__ = [
     "BudgetExceededError",
@@ -22,6 +24,7 @@ __all__ = [
     "DamagedRecordError",
     "DigestMismatchError",
     "DiskFullError",
+    "FullCopyStore",
     "Journey",
     "SnapshotBusyError",
     "SnapshotConfig",

@@ -137,6 +137,7 @@ def task_grid(specs: tuple[TensorSpec, ...], task_words: int) -> tuple[Task, ...
     for index, spec in enumerate(specs):
         words = spec.nbytes // spec.word
         grid += [
-            Task(index, start, min(task_words, words - start), spec.word) for start in range(0, words, task_words)
+            Task(index, start, min(task_words, words - start), spec.word)
+            for start in range(0, words, task_words)
         ]
     return tuple(grid)

@@ -21,7 +21,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -94,7 +94,8 @@ def columns_of(task: Task, segment: Segment) -> Columns:
     for size in sizes:
         slices.append(slice(position, position + size))
         position = -(-(position + size) // 8) * 8
-    return Columns(*slices, nbytes=position)
+    counts, wide_values, offsets, wide_offsets, values = slices
+    return Columns(counts, wide_values, offsets, wide_offsets, values, position)
 
 
 def dense_bytes(task: Task, width: int, wide: int) -> int:
@@ -125,7 +126,12 @@ class Kernels(Protocol):
         """The difference and its payload (uint8, on the words' device; valid until this thread's next encode)."""
 
     def apply(
-        self, task: Task, words: torch.Tensor, segment: Segment, payload: torch.Tensor | None, with_digest: bool
+        self,
+        task: Task,
+        words: torch.Tensor,
+        segment: Segment,
+        payload: torch.Tensor | None,
+        with_digest: bool,
     ) -> int:
         """Toggle the words in place; returns the task's digest afterwards (0 without `with_digest`)."""
 
@@ -148,7 +154,9 @@ def decompress(packed: bytes | memoryview, nbytes: int) -> np.ndarray:
     try:
         octets = zstandard.ZstdDecompressor().decompress(packed, max_output_size=nbytes)
     except zstandard.ZstdError as error:
-        raise DamagedRecordError(f"compressed segment of {len(packed)} bytes cannot be read: {error}") from error
+        raise DamagedRecordError(
+            f"compressed segment of {len(packed)} bytes cannot be read: {error}"
+        ) from error
     if len(octets) != nbytes:
         raise DamagedRecordError(f"compressed segment holds {len(octets)} bytes, its record says {nbytes}")
     return np.frombuffer(octets, np.uint8)

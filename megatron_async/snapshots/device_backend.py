@@ -86,7 +86,12 @@ class DeviceKernels:
         return segment, self._assemble(task, segment, nowhere, wide, wide_values, planes)
 
     def _assemble(
-        self, task: Task, segment: Segment, narrow: torch.Tensor, wide: torch.Tensor, wide_values: torch.Tensor,
+        self,
+        task: Task,
+        segment: Segment,
+        narrow: torch.Tensor,
+        wide: torch.Tensor,
+        wide_values: torch.Tensor,
         low: torch.Tensor,
     ) -> torch.Tensor:
         layout = columns_of(task, segment)
@@ -100,7 +105,12 @@ class DeviceKernels:
         return payload
 
     def apply(
-        self, task: Task, words: torch.Tensor, segment: Segment, payload: torch.Tensor | None, with_digest: bool
+        self,
+        task: Task,
+        words: torch.Tensor,
+        segment: Segment,
+        payload: torch.Tensor | None,
+        with_digest: bool,
     ) -> int:
         if segment.mode != Mode.EMPTY and payload is not None:
             octets = payload.to(words.device, non_blocking=True)

@@ -82,13 +82,15 @@ class Directory:
             entries = {int(key): Entry(**value) for key, value in content["versions"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedRecordError(
-                f"{manifest} cannot be read ({error}). Restore it from a copy, or move the directory away to start a new "
+                f"{manifest} cannot be read ({error}). Restore it from a copy, or move the directory "
+                "away to start a new "
                 "history; tokens of older versions then cannot be scored"
             ) from error
         if (version, signature) != (FORMAT, self._signature):
             raise TensorSetError(
                 f"{self.path} holds the history of other tensors (format {version}, signature {signature}; these have "
-                f"format {FORMAT}, signature {self._signature}). Names, dtypes, shapes and task_words must be the same: "
+                f"format {FORMAT}, signature {self._signature}). Names, dtypes, shapes and task_words "
+                "must be the same: "
                 "use the layout that the directory was written with, or another directory"
             )
         return entries
@@ -110,7 +112,9 @@ class Directory:
                 if path not in named:
                     path.unlink()
 
-    def put(self, version: int, parent: int | None, digests: np.ndarray, *, record: bool, keyframe: bool) -> None:
+    def put(
+        self, version: int, parent: int | None, digests: np.ndarray, *, record: bool, keyframe: bool
+    ) -> None:
         """Make a version count; its files are complete.
 
         Raises:
@@ -155,7 +159,8 @@ class Directory:
         content = path.read_bytes() if path.exists() else b""
         if xxhash.xxh3_128_hexdigest(content) != self.entries[version].checksum:
             raise DamagedRecordError(
-                f"{path}: the digests of version {version} are missing or altered. Restore the file from a copy, or move "
+                f"{path}: the digests of version {version} are missing or altered. Restore the file from "
+                "a copy, or move "
                 "the directory away to start a new history"
             )
         return np.frombuffer(content, "<u8").astype(np.uint64)

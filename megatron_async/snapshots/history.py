@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,13 +39,26 @@ class TravelReport:
     visited: list[int] = field(default_factory=list)
 
 
-class Journey(Protocol):
-    """Weights on the move: `go` to any number of versions, leave the context to come back."""
+class Journey:
+    """The live weights on the move: `go` to any number of versions; the context that gave the journey comes back.
 
-    report: TravelReport
+    `go_to` walks to a version and returns the steps taken.
+    """
+
+    def __init__(self, go_to: Callable[[int], int]) -> None:
+        self.report = TravelReport()
+        self._go_to = go_to
 
     def go(self, version: int) -> None:
-        """Put the live weights at a version."""
+        """Put the live weights at a version.
+
+        Raises:
+            UnknownVersionError, DamagedRecordError, DigestMismatchError: the weights stay where they are.
+        """
+        began = time.perf_counter()
+        self.report.steps += self._go_to(version)
+        self.report.seconds += time.perf_counter() - began
+        self.report.visited.append(version)
 
 
 class WeightHistory(Protocol):

@@ -20,7 +20,7 @@ from megatron_async.snapshots.codec import (
     narrow_bytes,
 )
 
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+WORDS: dict[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class _Scratch:
@@ -60,9 +60,19 @@ class HostKernels:
         values = scratch.array("values", room, narrow_type)
         wide_offsets = scratch.array("wide_offsets", room, np.uint16)
         wide_values = scratch.array("wide_values", room, word)
-        narrow, wide = host_kernels.encode_sparse(
-            before, after, limit, 8 * narrow_bytes(task.word), counts, offsets, values, wide_offsets, wide_values
-        )
+        narrow, wide = -1, -1
+        if host_kernels.sampled_share(before, after) <= 2 * SPARSE_LIMIT:
+            narrow, wide = host_kernels.encode_sparse(
+                before,
+                after,
+                limit,
+                8 * narrow_bytes(task.word),
+                counts,
+                offsets,
+                values,
+                wide_offsets,
+                wide_values,
+            )
         if narrow == 0 and wide == 0:
             return EMPTY, None
         planes = None
@@ -99,7 +109,12 @@ class HostKernels:
         return torch.from_numpy(payload)
 
     def apply(
-        self, task: Task, words: torch.Tensor, segment: Segment, payload: torch.Tensor | None, with_digest: bool
+        self,
+        task: Task,
+        words: torch.Tensor,
+        segment: Segment,
+        payload: torch.Tensor | None,
+        with_digest: bool,
     ) -> int:
         if segment.mode == Mode.EMPTY or payload is None:
             return self.digest(task, words) if with_digest else 0
@@ -116,7 +131,9 @@ class HostKernels:
             )
         else:
             planes = octets[layout.values].reshape(segment.width, task.length)
-            total = host_kernels.apply_dense(target, planes, counts, wide_offsets, wide_values, with_digest, first)
+            total = host_kernels.apply_dense(
+                target, planes, counts, wide_offsets, wide_values, with_digest, first
+            )
         return int(total)
 
     def digest(self, task: Task, words: torch.Tensor) -> int:

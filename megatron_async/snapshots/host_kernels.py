@@ -59,7 +59,9 @@ def _difference_mask(typing_context: Any, left: Any, right: Any, index: Any, shi
 
         difference = builder.xor(load(0), load(1))
         amount = builder.trunc(arguments[3], ir.IntType(width))
-        first = builder.insert_element(ir.Constant(vector, ir.Undefined), amount, ir.Constant(ir.IntType(32), 0))
+        first = builder.insert_element(
+            ir.Constant(vector, ir.Undefined), amount, ir.Constant(ir.IntType(32), 0)
+        )
         lanes = ir.Constant(ir.VectorType(ir.IntType(32), GROUP), [0] * GROUP)
         shifted = builder.lshr(difference, builder.shuffle_vector(first, first, lanes))
         mask = builder.icmp_unsigned("!=", shifted, ir.Constant(vector, [0] * GROUP))
@@ -116,9 +118,17 @@ def digest(octets: np.ndarray, first_word: int) -> np.uint64:
 
 
 @compiled
-def encode_sparse(old: np.ndarray, new: np.ndarray, limit: int, narrow_bits: int, counts: np.ndarray,
-                  offsets: np.ndarray, values: np.ndarray, wide_offsets: np.ndarray,
-                  wide_values: np.ndarray) -> tuple[int, int]:
+def encode_sparse(
+    old: np.ndarray,
+    new: np.ndarray,
+    limit: int,
+    narrow_bits: int,
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    values: np.ndarray,
+    wide_offsets: np.ndarray,
+    wide_values: np.ndarray,
+) -> tuple[int, int]:
     """List the words that differ; those whose XOR fits in `narrow_bits` bits go to the narrow list, others to the wide.
 
     Args:
@@ -166,9 +176,9 @@ def encode_sparse(old: np.ndarray, new: np.ndarray, limit: int, narrow_bits: int
 
 
 @compiled
-def count_above(old: np.ndarray, new: np.ndarray, shift: int) -> int:
+def count_above(old: np.ndarray, new: np.ndarray, shift: int) -> Any:
     """Words whose XOR does not fit in `shift` bits."""
-    total = 0
+    total = np.int64(0)
     whole = old.size // GROUP * GROUP
     for j in range(0, whole, GROUP):
         total += np.int64(_set_bits(_difference_mask(old, new, j, np.uint64(shift))))
@@ -179,8 +189,25 @@ def count_above(old: np.ndarray, new: np.ndarray, shift: int) -> int:
 
 
 @compiled
-def encode_dense(old: np.ndarray, new: np.ndarray, planes: np.ndarray, counts: np.ndarray,
-                 wide_offsets: np.ndarray, wide_values: np.ndarray) -> int:
+def sampled_share(old: np.ndarray, new: np.ndarray) -> Any:
+    """Share of differing words in every 64th group of 64: enough to choose a form, read from one cache line in 64."""
+    total = np.int64(0)
+    looked = 0
+    for j in range(0, old.size - GROUP + 1, GROUP * GROUP):
+        total += np.int64(_set_bits(_difference_mask(old, new, j, np.uint64(0))))
+        looked += GROUP
+    return total / max(1, looked)
+
+
+@compiled
+def encode_dense(
+    old: np.ndarray,
+    new: np.ndarray,
+    planes: np.ndarray,
+    counts: np.ndarray,
+    wide_offsets: np.ndarray,
+    wide_values: np.ndarray,
+) -> int:
     """Write the low bytes of every XOR as planes, and the words that need more bytes to the wide list.
 
     Args:
@@ -247,9 +274,16 @@ def _toggle(words: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
 
 
 @compiled
-def apply_sparse(words: np.ndarray, counts: np.ndarray, offsets: np.ndarray, values: np.ndarray,
-                 wide_offsets: np.ndarray, wide_values: np.ndarray, with_digest: bool,
-                 first_word: int) -> tuple[np.uint64, np.uint64]:
+def apply_sparse(
+    words: np.ndarray,
+    counts: np.ndarray,
+    offsets: np.ndarray,
+    values: np.ndarray,
+    wide_offsets: np.ndarray,
+    wide_values: np.ndarray,
+    with_digest: bool,
+    first_word: int,
+) -> tuple[np.uint64, np.uint64]:
     """XOR the listed words in place.
 
     Returns:
@@ -276,8 +310,15 @@ def apply_sparse(words: np.ndarray, counts: np.ndarray, offsets: np.ndarray, val
 
 
 @compiled
-def apply_dense(words: np.ndarray, planes: np.ndarray, counts: np.ndarray, wide_offsets: np.ndarray,
-                wide_values: np.ndarray, with_digest: bool, first_word: int) -> np.uint64:
+def apply_dense(
+    words: np.ndarray,
+    planes: np.ndarray,
+    counts: np.ndarray,
+    wide_offsets: np.ndarray,
+    wide_values: np.ndarray,
+    with_digest: bool,
+    first_word: int,
+) -> np.uint64:
     """XOR the planes and the wide list in place, and return the digest afterwards (0 without `with_digest`)."""
     e = 0
     total = np.uint64(0)

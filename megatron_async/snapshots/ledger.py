@@ -52,7 +52,7 @@ class Ledger:
         self._needed: set[int] = set()
 
     def reopen(self) -> None:
-        """Read back what the directory holds.
+        """Read back what the directory holds; all of it is needed until `set_needed` says otherwise.
 
         Raises:
             DamagedRecordError: names the file.
@@ -64,7 +64,10 @@ class Ledger:
             if entry.record:
                 node.record = self._reopen_file(f"version {version}", self._directory.record_path(version))
             if entry.keyframe:
-                node.keyframe = self._reopen_file(f"keyframe {version}", self._directory.keyframe_path(version))
+                node.keyframe = self._reopen_file(
+                    f"keyframe {version}", self._directory.keyframe_path(version)
+                )
+        self._needed = set(self.nodes)
 
     def _reopen_file(self, label: str, path: Path) -> Record:
         file = RecordFile(path)
@@ -135,7 +138,9 @@ class Ledger:
         kept = self.kept(live)
         keyframes = [version for version, node in self.nodes.items() if node.keyframe is not None]
         anchors = {max(before) for v in kept if (before := [key for key in keyframes if key <= v])}
-        parents = {v: node.parent for v, node in self.nodes.items() if node.record and node.parent is not None}
+        parents = {
+            v: node.parent for v, node in self.nodes.items() if node.record and node.parent is not None
+        }
         gone = sorted(removable(self.nodes, parents, kept | anchors))
         for version in gone:
             self.remove(version)
@@ -164,7 +169,10 @@ class Ledger:
             return
         node = self.nodes[version]
         self._directory.put(
-            version, node.parent, node.digests, record=node.record is not None and node.record.file is not None,
+            version,
+            node.parent,
+            node.digests,
+            record=node.record is not None and node.record.file is not None,
             keyframe=node.keyframe is not None and node.keyframe.file is not None,
         )
 
@@ -196,7 +204,8 @@ class Ledger:
         steps = self.plan(origin, target, shadow)
         if steps is None:
             raise UnknownVersionError(
-                f"no chain of records leads from version {origin} to version {target}: the history between them was not "
+                f"no chain of records leads from version {origin} to version {target}: the history "
+                "between them was not "
                 "captured or is lost. Load the weights of a version next to it, or set keyframe_every"
             )
         return steps

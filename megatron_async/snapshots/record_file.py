@@ -98,7 +98,7 @@ class RecordWriter:
         Raises:
             DiskFullError: the file would exceed its budget, or the disk is full.
         """
-        view = memoryview(content).cast("B")
+        view = memoryview(content if isinstance(content, bytes) else content.data).cast("B")
         checksum = xxhash.xxh3_64_intdigest(view)
         row = (task, self._position, len(view), checksum, segment.narrow, segment.wide)
         self._rows.append((*row, int(segment.mode), segment.width, int(packed)))
@@ -109,7 +109,8 @@ class RecordWriter:
         total = self._position + len(content) + (len(self._rows) * ROW.itemsize + FOOTER_BYTES)
         if self._budget is not None and total > self._budget:
             raise DiskFullError(
-                f"{self.path.name} in {self.path.parent} needs more than {total:,} bytes, and {self._budget:,} are left "
+                f"{self.path.name} in {self.path.parent} needs more than {total:,} bytes, and "
+                f"{self._budget:,} are left "
                 "of the disk budget. Raise disk_bytes, or release versions that no token needs"
             )
         rest = memoryview(content)
@@ -145,7 +146,9 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._stream.closed:
             self.discard()
 
@@ -165,8 +168,8 @@ class RecordFile:
 
     def _damaged(self, what: str) -> DamagedRecordError:
         return DamagedRecordError(
-            f"{self.path}: {what}. Restore the file from a copy, or remove its version with forget(); versions beyond it "
-            "are reachable through keyframes only"
+            f"{self.path}: {what}. Restore the file from a copy, or remove its version with forget(); versions "
+            "beyond it are reachable through keyframes only"
         )
 
     def _read_table(self) -> np.ndarray:
@@ -205,7 +208,7 @@ class RecordFile:
         if row is None:
             return None
         stored = self._read(row)
-        segment, nbytes = self.segment(index), 0
+        segment = self.segment(index)
         nbytes = columns_of(task, segment).nbytes
         octets = decompress(stored.data, nbytes) if row["packed"] else stored
         if octets.size != nbytes:
@@ -223,6 +226,6 @@ class RecordFile:
             got = stream.readinto(octets.data)
         if got != octets.size:
             raise self._damaged(f"truncated in the segment of task {int(row['task'])}")
-        if xxhash.xxh3_64_intdigest(octets) != int(row["checksum"]):
+        if xxhash.xxh3_64_intdigest(octets.data) != int(row["checksum"]):
             raise self._damaged(f"the checksum of the segment of task {int(row['task'])} does not match")
         return octets

@@ -11,8 +11,8 @@ Example::
 
 A capture needs the bits of the version before. Two ways to have them:
 
-- `shadow=True`: the store keeps one copy of the weights and compares against it. Simple, and the optimiser may write the
-  weights as it likes; costs one copy of the model in the memory the weights are in.
+- `shadow=True`: the store keeps one copy of the weights and compares against it. Simple, and the optimiser may write
+  the weights as it likes; costs one copy of the model in the memory the weights are in.
 - `shadow=False`: call `capture_update(version, tensors)` *before* the new bits are written, with the new tensors one by
   one (for instance the masters, cast). The record is encoded against the live weights, which are then stepped along it.
   Costs no copy, and the live weights change only once the record is safe.
@@ -30,70 +30,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron_async.snapshots.bits import Task, check_tensors, signature, words_of
+from megatron_async.snapshots.bits import check_tensors, signature
 from megatron_async.snapshots.codec import Mode
 from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import (
     DigestMismatchError,
     SnapshotBusyError,
     SnapshotError,
-    TensorSetError,
 )
-from megatron_async.snapshots.history import CaptureReport, TravelReport
+from megatron_async.snapshots.history import CaptureReport, Journey, TravelReport
 from megatron_async.snapshots.ledger import Ledger, Node
+from megatron_async.snapshots.settings import SnapshotConfig
+from megatron_async.snapshots.stream import encode_stream
 from megatron_async.snapshots.tiers import Record, Tiers, memory_tiers
 from megatron_async.snapshots.walker import Weights, version_digest
 
-
 BACKGROUND = "snapshot-capture"
 """Name of the thread that captures in the background."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotConfig:
-    """How a store keeps versions.
-
-    Attributes:
-        host_bytes: preallocated host memory for records. Too small, and records move to disk, or captures are refused.
-        device_bytes: memory on the weights' device for records; only useful where that is not the host.
-        disk_bytes: limit for the store's directory; None for what the disk has.
-        durable: with a directory, write every record at once, so that a crash loses none. Without, records reach the
-            disk only when memory is full.
-        shadow: keep a copy of the weights to compare with; see the module.
-        threads: threads that encode and apply.
-        keep_last: newest versions that stay although nothing retains them.
-        keyframe_every: a full copy every so many versions (0: never). Bounds a walk, and makes versions before a lost
-            record reachable; each costs a copy of the weights in host memory, or on disk if there is a directory.
-        verify: "full" compares all digests before weights are used and after coming back (one reading of the weights,
-            part of the same pass); "off" trusts the records.
-        compression_level: zstd level on the way to disk; 0 to leave payloads as they are.
-        compress_in_memory: compress in memory too: smaller by a third to a half, slower by a factor of five to ten.
-        pin_memory: page-lock the host memory, for transfers to a device.
-        task_words: words per unit of work; None for 1 Mi on a host and 16 Mi elsewhere.
-        deadline_s: longest wait for weights that another thread uses.
-    """
-
-    host_bytes: int
-    device_bytes: int = 0
-    disk_bytes: int | None = None
-    durable: bool = True
-    shadow: bool = True
-    threads: int = 1
-    keep_last: int = 2
-    keyframe_every: int = 0
-    verify: str = "full"
-    compression_level: int = 1
-    compress_in_memory: bool = False
-    pin_memory: bool = False
-    task_words: int | None = None
-    deadline_s: float = 600.0
 
 
 class SnapshotStore:
@@ -111,22 +70,25 @@ class SnapshotStore:
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], *, version: int, config: SnapshotConfig,
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int,
+        config: SnapshotConfig,
         directory: Path | str | None = None,
     ) -> None:
-        if config.verify not in ("full", "off"):
-            raise SnapshotError(f"verify is '{config.verify}'; it is 'full' or 'off'")
         check_tensors(tensors)
         self.config = config
         self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
-        self._names = {name: place for place, name in enumerate(tensors)}
         self._directory: Directory | None = None
         if directory is not None:
             text = signature(self._weights.specs, self._weights.task_words)
             self._directory = Directory(Path(directory), text, config.disk_bytes)
         self._tiers = Tiers(
-            self._weights.grid, memory_tiers(config.device_bytes, config.host_bytes, config.pin_memory),
-            compression_level=config.compression_level, compress_in_memory=config.compress_in_memory,
+            self._weights.grid,
+            memory_tiers(config.device_bytes, config.host_bytes, config.pin_memory),
+            compression_level=config.compression_level,
+            compress_in_memory=config.compress_in_memory,
             disk_room=self._disk_room,
         )
         self._ledger = Ledger(self._weights.specs, self._tiers, self._directory, config.keep_last)
@@ -177,7 +139,9 @@ class SnapshotStore:
     def versions(self) -> list[int]:
         """Versions that can be restored from where the live weights are."""
         with self._turn():
-            reachable = (v for v in self._ledger.nodes if self._ledger.plan(self._live, v, self._copy_of()) is not None)
+            reachable = (
+                v for v in self._ledger.nodes if self._ledger.plan(self._live, v, self._copy_of()) is not None
+            )
             return sorted(reachable)
 
     def digest(self, version: int) -> str:
@@ -258,7 +222,9 @@ class SnapshotStore:
         with self._turn():
             shadow = self._shadow
             if shadow is None:
-                raise SnapshotError("capture() compares with a shadow copy; set shadow=True or use capture_update()")
+                raise SnapshotError(
+                    "capture() compares with a shadow copy; set shadow=True or use capture_update()"
+                )
 
             def fill(encode: Callable[[int, torch.Tensor], int]) -> list[int]:
                 return self._weights.run(lambda index, task: encode(index, self._weights.of(task)))
@@ -278,37 +244,18 @@ class SnapshotStore:
             As `capture` otherwise. The live weights are as they were.
         """
         with self._turn():
-            return self._capture(version, parent, self._weights.words, lambda encode: self._stream(tensors, encode))
-
-    def _stream(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], encode: Callable[[int, torch.Tensor], int]
-    ) -> list[int]:
-        grid, parts, seen = self._weights.grid, [0] * len(self._weights.grid), set()
-        for name, tensor in tensors:
-            place = self._names.get(name)
-            spec = None if place is None else self._weights.specs[place]
-            if spec is None or name in seen or (str(tensor.dtype), tuple(tensor.shape)) != (
-                f"torch.{spec.dtype}", spec.shape
-            ):  # fmt: skip
-                expected = "no tensor of that name" if spec is None else f"{spec.dtype}{list(spec.shape)} once"
-                raise TensorSetError(
-                    f"capture_update was given '{name}' as {tensor.dtype}{list(tensor.shape)}; expected {expected}"
-                )
-            seen.add(name)
-            words = words_of(tensor.contiguous())
-            mine = [index for index, task in enumerate(grid) if task.tensor == place]
-            sums = self._weights.run(
-                lambda index, task, words=words: encode(index, words[task.start : task.start + task.length]), mine
+            return self._capture(
+                version,
+                parent,
+                self._weights.words,
+                lambda encode: encode_stream(self._weights, tensors, encode),
             )
-            for index, total in zip(mine, sums, strict=True):
-                parts[index] = total
-        missing = sorted(set(self._names) - seen)
-        if missing:
-            raise TensorSetError(f"capture_update was not given {len(missing)} tensors, the first is '{missing[0]}'")
-        return parts
 
     def _capture(
-        self, version: int, parent: int | None, old: list[torch.Tensor],
+        self,
+        version: int,
+        parent: int | None,
+        old: list[torch.Tensor],
         fill: Callable[[Callable[[int, torch.Tensor], int]], list[int]],
     ) -> CaptureReport:
         self._check_capture(version, parent)
@@ -317,32 +264,46 @@ class SnapshotStore:
         path = self._directory.record_path(version) if self._directory is not None else None
         builder = self._tiers.begin(f"version {version}", path)
         try:
-            parts = fill(lambda index, new: weights.encode(index, weights.of(weights.grid[index], old), new, builder))
+            parts = fill(
+                lambda index, new: weights.encode(index, weights.of(weights.grid[index], old), new, builder)
+            )
             encoded = time.perf_counter()
             record = builder.finish(durable=self.config.durable)
             written = time.perf_counter()
-            node = Node(self._live, weights.per_tensor(parts), record)
+            self._ledger.add(version, Node(self._live, weights.per_tensor(parts), record), path)
+            if record.file is not None:
+                self._ledger.publish(version)
             weights.walk([record], with_digest=False, words=old)
         except BaseException:
-            builder.discard()
+            if version in self._ledger.nodes:
+                self._ledger.remove(version)
+            else:
+                builder.discard()
             raise
         parent, self._live, self._home = self._live, version, version
-        self._ledger.add(version, node, path)
-        if record.file is not None:
-            self._ledger.publish(version)
         durable = written - encoded
         self._maybe_keyframe(version)
         return CaptureReport(
-            version, parent, record.nbytes, self._changed(record), "disk" if record.tier is None else record.tier.name,
-            time.perf_counter() - began - durable, durable,
+            version,
+            parent,
+            record.nbytes,
+            self._changed(record),
+            "disk" if record.tier is None else record.tier.name,
+            time.perf_counter() - began - durable,
+            durable,
         )
 
     def _check_capture(self, version: int, parent: int | None) -> None:
         self._refuse_away("capture()")
+        self._weights.check_memory()
         if version in self._ledger.nodes:
-            raise SnapshotError(f"version {version} was captured before; a version number is never used twice")
+            raise SnapshotError(
+                f"version {version} was captured before; a version number is never used twice"
+            )
         if parent is not None and parent != self._live:
-            raise SnapshotError(f"the live weights came from version {self._live}, not from the given parent {parent}")
+            raise SnapshotError(
+                f"the live weights came from version {self._live}, not from the given parent {parent}"
+            )
 
     def _changed(self, record: Record) -> float:
         counted = 0
@@ -353,13 +314,21 @@ class SnapshotStore:
     def capture_in_background(self, version: int, parent: int | None = None) -> Future[CaptureReport]:
         """Capture while the caller goes on; the live weights may be read (published), not written, until `settle`."""
         self.settle()
+        self._refuse_away("capture_in_background()")
         self._pending = self._background.submit(self.capture, version, parent)
         return self._pending
 
     def settle(self) -> CaptureReport | None:
         """Wait for the capture in the background, and raise its error. Call it before the weights are written."""
         pending, self._pending = self._pending, None
-        return None if pending is None else pending.result(timeout=self.config.deadline_s)
+        if pending is None:
+            return None
+        if not wait([pending], timeout=self.config.deadline_s).done:
+            self._pending = pending
+            raise SnapshotBusyError(
+                f"a capture has run in the background for more than {self.config.deadline_s} s"
+            )
+        return pending.result()
 
     # ---- keyframes -----------------------------------------------------------------------------------------------
 
@@ -407,7 +376,7 @@ class SnapshotStore:
         """Live weights at a version while the block runs, and back where they were afterwards.
 
         Raises:
-            UnknownVersionError, DamagedRecordError, DigestMismatchError: before the block; the weights are as they were.
+            UnknownVersionError, DamagedRecordError, DigestMismatchError: before the block; weights as they were.
             DigestMismatchError: after the block, when it wrote to the weights.
         """
         with self.journey() as journey:
@@ -415,11 +384,11 @@ class SnapshotStore:
             yield journey.report
 
     @contextmanager
-    def journey(self) -> Iterator[StoreJourney]:
+    def journey(self) -> Iterator[Journey]:
         """Visit several versions, one step each, and come back at the end: `journey.go(7); ...; journey.go(6)`."""
         with self._turn():
             outer, origin = self._away, self._live
-            journey = StoreJourney(self._go)
+            journey = Journey(self._go)
             self._away = True
             try:
                 yield journey
@@ -427,13 +396,24 @@ class SnapshotStore:
                 began = time.perf_counter()
                 try:
                     if journey.report.visited:
-                        self._go(origin)
+                        self._come_back(origin)
                 finally:
                     self._away = outer
                     journey.report.return_seconds = time.perf_counter() - began
 
+    def _come_back(self, origin: int) -> None:
+        """Walk back; weights written to meanwhile are replaced by the shadow copy, and the error is raised."""
+        try:
+            self._go(origin)
+        except DigestMismatchError:
+            if origin == self._copy_of():
+                self._enter(origin)
+                self._live = origin
+            raise
+
     def _go(self, target: int) -> int:
         """Walk to a version; returns the steps taken."""
+        self._weights.check_memory()
         ledger, origin = self._ledger, self._live
         steps = ledger.demand_plan(origin, target, self._copy_of())
         ledger.demand_plan(target, self._home, self._copy_of())
@@ -457,13 +437,16 @@ class SnapshotStore:
         changed = self._ledger.compare(origin, self._weights.digests())
         if changed is not None:
             return DigestMismatchError(
-                f"the live weights are no longer version {origin}: tensor '{changed}' was written after version {origin} "
+                f"the live weights are no longer version {origin}: tensor '{changed}' was written after "
+                f"version {origin} "
                 f"was captured, so version {target} cannot be reached from them. Capture after every update, write to "
                 "weights only outside `with store.at(...)`, and load the weights of a captured version to go on"
             )
         return DigestMismatchError(
-            f"the records from version {origin} to version {target} do not lead to its bits (tensor '{name}'); a record "
-            f"in memory or on disk is damaged. The weights are at version {origin} as before; forget({target}) and drop "
+            f"the records from version {origin} to version {target} do not lead to its bits (tensor "
+            f"'{name}'); a record "
+            f"in memory or on disk is damaged. The weights are at version {origin} as before; "
+            f"forget({target}) and drop "
             "or rescore its tokens"
         )
 
@@ -473,20 +456,15 @@ class SnapshotStore:
         if version == self._copy_of() and self._shadow is not None:
             if self.config.verify == "full":
                 self._ledger.demand(version, weights.digests(self._shadow), "the shadow copy's bits")
-            for words, copy in zip(weights.words, self._shadow, strict=True):
-                words.copy_(copy)
+            shadow = self._shadow
+            weights.overwrite(lambda index, task: weights.of(task, shadow))
             return
         assert keyframe is not None, f"version {version} has no full copy"
-
-        def expand(index: int, task: Task) -> torch.Tensor:
-            words = torch.zeros_like(weights.of(task))
-            payload = keyframe.payload(index, task)
-            weights.kernels.apply(task, words, keyframe.segments[index], payload, with_digest=False)
-            return words
-
-        parts = weights.run(lambda index, task: weights.kernels.digest(task, expand(index, task)))
+        parts = weights.run(
+            lambda index, task: weights.kernels.digest(task, weights.expand(keyframe, index, task))
+        )
         self._ledger.demand(version, weights.per_tensor(parts), f"the bits of keyframe {version}")
-        weights.run(lambda index, task: weights.of(task).copy_(expand(index, task)))
+        weights.overwrite(lambda index, task: weights.expand(keyframe, index, task))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -504,23 +482,6 @@ class SnapshotStore:
 
     def _refuse_away(self, what: str) -> None:
         if self._away:
-            raise SnapshotBusyError(f"{what} inside `with store.at(...)`: the weights are at version {self._live}")
-
-
-class StoreJourney:
-    """The live weights on the move; see `SnapshotStore.journey`."""
-
-    def __init__(self, go: Callable[[int], int]) -> None:
-        self.report = TravelReport()
-        self._go = go
-
-    def go(self, version: int) -> None:
-        """Put the live weights at a version.
-
-        Raises:
-            UnknownVersionError, DamagedRecordError, DigestMismatchError: the weights stay where they are.
-        """
-        began = time.perf_counter()
-        self.report.steps += self._go(version)
-        self.report.seconds += time.perf_counter() - began
-        self.report.visited.append(version)
+            raise SnapshotBusyError(
+                f"{what} inside `with store.at(...)`: the weights are at version {self._live}"
+            )

@@ -146,7 +146,12 @@ class Tiers:
     """Places new records and moves old ones on."""
 
     def __init__(
-        self, grid: Sequence[Task], memory: Sequence[MemoryTier], *, compression_level: int, compress_in_memory: bool,
+        self,
+        grid: Sequence[Task],
+        memory: Sequence[MemoryTier],
+        *,
+        compression_level: int,
+        compress_in_memory: bool,
         disk_room: Callable[[], int | None],
     ) -> None:
         self.grid = grid
@@ -186,7 +191,9 @@ class Tiers:
         """Move the oldest record of a tier on; False when the tier holds none that can move."""
         with self._lock:
             for record, path in self.records:
-                if record.tier is tier and (record.file is not None or path is not None or tier is not self.memory[-1]):
+                if record.tier is tier and (
+                    record.file is not None or path is not None or tier is not self.memory[-1]
+                ):
                     self._move_on(record, path)
                     return True
         return False
@@ -218,7 +225,9 @@ class Tiers:
                 self.append(writer, index, record.segments[index], stored.block.data, stored.packed)
             record.file = writer.finish()
 
-    def append(self, writer: RecordWriter, index: int, segment: Segment, payload: torch.Tensor, packed: bool) -> None:
+    def append(
+        self, writer: RecordWriter, index: int, segment: Segment, payload: torch.Tensor, packed: bool
+    ) -> None:
         """Append one payload to a file, compressed where that helps."""
         octets = payload.cpu().numpy()
         smaller = compress(octets, self._level) if self._level and not packed else None
@@ -238,10 +247,10 @@ class Tiers:
         """The error for a payload that fits nowhere, with the arithmetic."""
         lines = [f"{tier.name} {tier.used:,} of {tier.budget:,} bytes used" for tier in self.memory]
         held = ", ".join(f"{record.label} {record.nbytes:,}" for record, _ in self.records) or "none"
+        used = "; ".join(lines) or "no memory tier"
         return BudgetExceededError(
-            f"{label}: a further {nbytes:,} bytes fit in no tier ({'; '.join(lines) or 'no memory tier'}; no disk tier). "
-            f"Held and needed, in bytes: {held}. Raise host_bytes, give the store a directory, or release versions "
-            "that no token needs"
+            f"{label}: a further {nbytes:,} bytes fit in no tier ({used}; no disk tier). Held and needed, in bytes: "
+            f"{held}. Raise host_bytes, give the store a directory, or release versions that no token needs"
         )
 
 
@@ -339,4 +348,3 @@ class RecordBuilder:
 def memory_tiers(device_bytes: int, host_bytes: int, pin_memory: bool) -> list[MemoryTier]:
     """The memory tiers in the order in which they are filled."""
     return [DeviceTier(device_bytes), HostTier(host_bytes, pin_memory)]
-

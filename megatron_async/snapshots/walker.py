@@ -19,6 +19,7 @@ import xxhash
 from megatron_async.snapshots.bits import Task, TensorSpec, specs_of, task_grid, words_of
 from megatron_async.snapshots.codec import Kernels, Mode
 from megatron_async.snapshots.device_backend import DeviceKernels
+from megatron_async.snapshots.errors import TensorSetError
 from megatron_async.snapshots.host_backend import HostKernels
 from megatron_async.snapshots.tiers import Record, RecordBuilder
 
@@ -41,6 +42,7 @@ class Weights:
         self.task_words = task_words or (HOST_TASK_WORDS if on_host else DEVICE_TASK_WORDS)
         self.specs: tuple[TensorSpec, ...] = specs_of(tensors)
         self.grid = task_grid(self.specs, self.task_words)
+        self._tensors = dict(tensors)
         self.words = [words_of(tensor) for tensor in tensors.values()]
         self.nbytes = sum(spec.nbytes for spec in self.specs)
         self._threads = threads
@@ -51,7 +53,7 @@ class Weights:
         return (self.words if words is None else words)[task.tensor][task.start : task.start + task.length]
 
     def run(self, work: Callable[[int, Task], Result], tasks: Sequence[int] | None = None) -> list[Result]:
-        """Call `work(index, task)` for every task of the grid, over the threads; the first error is raised at the end."""
+        """Call `work(index, task)` for every task of the grid, over the threads; the first error is raised last."""
         indices = range(len(self.grid)) if tasks is None else tasks
         if self._pool is None:
             return [work(index, self.grid[index]) for index in indices]
@@ -60,6 +62,15 @@ class Weights:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+    def check_memory(self) -> None:
+        """Raise TensorSetError when a tensor's data was replaced: the store would step memory that nobody reads."""
+        for (name, tensor), words in zip(self._tensors.items(), self.words, strict=True):
+            if tensor.data_ptr() != words.data_ptr():
+                raise TensorSetError(
+                    f"the data of tensor '{name}' was replaced after the store was opened (param.data = ..., a move to "
+                    "another device?). Write weights in place, or open the store again"
+                )
 
     def copy(self) -> list[torch.Tensor]:
         """A second set of words with the same bits."""
@@ -122,6 +133,16 @@ class Weights:
                 self._toggle(index, self.of(self.grid[index], words), record)
             raise
         return self.per_tensor(parts) if with_digest else None
+
+    def overwrite(self, source: Callable[[int, Task], torch.Tensor]) -> None:
+        """Replace the bits of every task by those of `source(index, task)`."""
+        self.run(lambda index, task: self.of(task).copy_(source(index, task)))
+
+    def expand(self, keyframe: Record, index: int, task: Task) -> torch.Tensor:
+        """The words of one task of a keyframe, in fresh memory."""
+        words = torch.zeros_like(self.of(task))
+        self._toggle(index, words, keyframe)
+        return words
 
     def close(self) -> None:
         if self._pool is not None:

@@ -1,0 +1,60 @@
+"""New weights that arrive tensor by tensor, encoded without ever being there all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megatron_async.snapshots.bits import Task, words_of
+from megatron_async.snapshots.errors import TensorSetError
+from megatron_async.snapshots.walker import Weights
+
+
+def encode_stream(
+    weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]], encode: Callable[[int, torch.Tensor], int]
+) -> list[int]:
+    """Call `encode(task index, new words)` for every task, as its tensor arrives; returns its results by task.
+
+    Args:
+        tensors: every tensor's new value once, by name, in any order.
+
+    Raises:
+        TensorSetError: a tensor is missing, unknown, given twice or of another shape or dtype.
+    """
+    places = {spec.name: place for place, spec in enumerate(weights.specs)}
+    tasks: dict[int, list[int]] = {place: [] for place in places.values()}
+    for index, task in enumerate(weights.grid):
+        tasks[task.tensor].append(index)
+    parts = [0] * len(weights.grid)
+    for name, tensor in tensors:
+        place = places.pop(name, None)
+        spec = None if place is None else weights.specs[place]
+        if (
+            place is None
+            or spec is None
+            or (str(tensor.dtype), tuple(tensor.shape))
+            != (
+                f"torch.{spec.dtype}",
+                spec.shape,
+            )
+        ):
+            expected = (
+                "no (further) tensor of that name" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+            )
+            given = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            raise TensorSetError(f"the new weights hold '{name}' as {given}; expected {expected}")
+        work = _encode_from(words_of(tensor.contiguous()), encode)
+        for index, total in zip(tasks[place], weights.run(work, tasks[place]), strict=True):
+            parts[index] = total
+    if places:
+        raise TensorSetError(
+            f"the new weights lack {len(places)} tensors, the first is '{next(iter(places))}'"
+        )
+    return parts
+
+
+def _encode_from(
+    words: torch.Tensor, encode: Callable[[int, torch.Tensor], int]
+) -> Callable[[int, Task], int]:
+    return lambda index, task: encode(index, words[task.start : task.start + task.length])
