@@ -1,7 +1,8 @@
 """Measured figures, kept with the conditions under which they were measured: docs/benchmarks/NAME.json.
 
 A file is a list of rows {figure, value, unit, goal, passed, conditions, command, commit}; a figure measured again
-replaces its row and keeps its place. `docs/benchmarks.md` is made from the files by `tools/render_benchmarks.py`.
+replaces its row and keeps its place. `docs/benchmarks.md` is made from the files by `tools/render_benchmarks.py`, which
+`write_rows` runs too.
 
     from tools.benchmark_rows import Row, write_rows
     write_rows("trainer", [Row("trainer_tokens_ratio", 0.97, "", ">= 0.95", "tiny MoE, EP=2, 16 sequences")])
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tools import render_benchmarks
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -125,9 +128,10 @@ def commit() -> str:
 
 def _command_line() -> str:
     """This process's command as a person would type it at the root of the repository."""
-    script = Path(sys.argv[0])
-    if script.is_absolute() and script.is_relative_to(ROOT):
-        script = script.relative_to(ROOT)
+    script = Path(sys.argv[0]).absolute()
+    if script.is_relative_to(ROOT):
+        module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+        return shlex.join(["python", "-m", module, *sys.argv[1:]])
     return shlex.join(["python", str(script), *sys.argv[1:]])
 
 
@@ -152,4 +156,5 @@ def write_rows(name: str, rows: Sequence[Row | Mapping[str, Any]], folder: Path 
         }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(merged.values()), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    render_benchmarks.write_page(folder)
     return path

@@ -12,7 +12,7 @@ PAGE = FOLDER.parent / "benchmarks.md"
 
 _HEAD = """# Benchmarks
 
-Made from `docs/benchmarks/*.json` by `python tools/render_benchmarks.py`; do not edit. Every figure was measured by the
+Made from `docs/benchmarks/*.json` by `python -m tools.render_benchmarks`; do not edit. Every figure was measured by the
 command beside it, at the commit and under the conditions named. No figure was measured on a GPU unless its conditions
 say so.
 """
@@ -74,15 +74,21 @@ def render(folder: Path = FOLDER) -> str:
     return "\n".join(sections)
 
 
+def write_page(folder: Path = FOLDER) -> Path:
+    """Write the page beside the folder of figures; returns it."""
+    page = folder.parent / PAGE.name
+    page.write_text(render(folder), encoding="utf-8")
+    return page
+
+
 def main(arguments: list[str]) -> int:
     """Write the page, or with --check compare; returns the exit code."""
-    text = render()
     if "--check" not in arguments:
-        PAGE.write_text(text, encoding="utf-8")
+        write_page()
         return 0
-    current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+    current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == render()
     if not current:
-        print(f"{PAGE} is not current: run python tools/render_benchmarks.py", file=sys.stderr)
+        print(f"{PAGE} is not current: run python -m tools.render_benchmarks", file=sys.stderr)
     return 0 if current else 1
 
 

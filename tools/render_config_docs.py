@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 _HEAD = """# Configuration
 
-Made from `megatron_async/config` by `python tools/render_config_docs.py`; do not edit.
+Made from `megatron_async/config` by `python -m tools.render_config_docs`; do not edit.
 
 A run is one YAML file. Only `name` and `model.path` have no default. Keys are refused unless listed here, with the
 nearest one named; types are strict; `--set a.b=c` overrides an option, its value read as YAML. `megatron-async launch
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         return 0
     current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
     if not current:
-        print(f"{PAGE} is not current: run python tools/render_config_docs.py", file=sys.stderr)
+        print(f"{PAGE} is not current: run python -m tools.render_config_docs", file=sys.stderr)
     return 0 if current else 1
 
 

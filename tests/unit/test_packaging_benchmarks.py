@@ -42,31 +42,34 @@ def test_rows_that_mean_nothing_are_refused(arguments, word):
 
 
 def test_figures_merge_and_carry_conditions_command_and_commit(tmp_path, monkeypatch):
+    folder = tmp_path / "benchmarks"
     monkeypatch.setattr("sys.argv", [str(benchmark_rows.ROOT / "tools" / "benchmark_x.py"), "--size", "a b"])
-    write_rows("x", [Row("first", 1.0), Row("second", 2.0, "s", "<= 3", "tiny model")], tmp_path)
-    path = write_rows("x", [{"figure": "first", "value": 5.0, "unit": "tokens/s"}], tmp_path)
+    write_rows("x", [Row("first", 1.0), Row("second", 2.0, "s", "<= 3", "tiny model")], folder)
+    path = write_rows("x", [{"figure": "first", "value": 5.0, "unit": "tokens/s"}], folder)
     rows = json.loads(path.read_text())
     assert [(row["figure"], row["value"]) for row in rows] == [("first", 5.0), ("second", 2.0)]
     assert rows[1]["passed"] is True
     assert rows[1]["conditions"].startswith("tiny model; ")
     assert "cores" in rows[0]["conditions"]
-    assert rows[0]["command"] == "python tools/benchmark_x.py --size 'a b'"
+    assert rows[0]["command"] == "python -m tools.benchmark_x --size 'a b'"
     assert rows[0]["commit"].removesuffix("-dirty").isalnum()
     with pytest.raises(ValueError, match="given twice"):
-        write_rows("x", [Row("first", 1.0), Row("first", 2.0)], tmp_path)
+        write_rows("x", [Row("first", 1.0), Row("first", 2.0)], folder)
     assert json.loads(path.read_text()) == rows
+    assert (folder.parent / "benchmarks.md").read_text() == render_benchmarks.render(folder)
 
 
 def test_page_shows_values_verdicts_and_conditions(tmp_path):
-    write_rows("x", [Row("slow", 5.0, "s", "<= 3", "a | b"), Row("seeds", [1.0, 2.5], "points")], tmp_path)
-    (tmp_path / "x.md").write_text("What it means.")
-    (tmp_path / "x_curve.png").write_bytes(b"")
-    page = render_benchmarks.render(tmp_path)
+    folder = tmp_path / "benchmarks"
+    write_rows("x", [Row("slow", 5.0, "s", "<= 3", "a | b"), Row("seeds", [1.0, 2.5], "points")], folder)
+    (folder / "x.md").write_text("What it means.")
+    (folder / "x_curve.png").write_bytes(b"")
+    page = render_benchmarks.render(folder)
     assert "| `slow` | 5 | s | <= 3 | **not met** |" in page
     assert "| `seeds` | 1, 2.5 | points | – | – |" in page
     assert "What it means." in page
     assert "![x_curve](benchmarks/x_curve.png)" in page
-    assert "Nothing has been measured" in render_benchmarks.render(tmp_path / "empty")
+    assert "Nothing has been measured" in render_benchmarks.render(folder / "empty")
 
 
 def test_benchmark_page_is_current():
