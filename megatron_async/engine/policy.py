@@ -256,17 +256,24 @@ class Policy:
                 yield global_name(name, layers, first_expert), parameter
 
     def _mark_shards(self) -> None:
-        """Tell Megatron which parameters are cut over tensor-parallel ranks.
+        """Tell Megatron how each parameter lies over the ranks, where it would not know by itself.
 
-        It marks them only while initialising weights, which building from a checkpoint skips; without the marks the
-        gradient norm would count the first tensor-parallel rank's shards alone, and clip too late.
+        - It marks tensor-parallel shards only while initialising weights, which building from a checkpoint skips; the
+          gradient norm would count the first tensor-parallel rank's shards alone, and clip too late.
+        - It reduces expert gradients over the expert-data-parallel ranks only if expert parallel is on; with tensor
+          parallel and whole experts, the tensor-parallel ranks' tokens would be left out.
         """
+        experts_lie_apart = (
+            self.layout.expert_model_parallel_size > 1
+            or self.layout.expert_tensor_parallel_size != self.layout.tensor_model_parallel_size
+        )
         for name, parameter in self.named_parameters():
-            axis = self.table.rows_of(name)[0].shard_axis
+            row = self.table.rows_of(name)[0]
             marks: Any = parameter
-            marks.tensor_model_parallel = axis is not None
-            marks.partition_dim = -1 if axis is None else axis
+            marks.tensor_model_parallel = row.shard_axis is not None
+            marks.partition_dim = -1 if row.shard_axis is None else row.shard_axis
             marks.partition_stride = 1
+            marks.allreduce = not (row.is_expert and experts_lie_apart)
 
     def pieces(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Piece]:
         """Views of this rank's parameters as rectangles of Hugging Face tensors.
