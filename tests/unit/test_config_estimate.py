@@ -27,6 +27,8 @@ def _transformers_count(raw: dict) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import tests.engine_reference  # noqa: F401  (lets transformers load beside an installed torchvision)
+
     sizes = {key: value for key, value in raw.items() if key != "model_type"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(raw["model_type"], **sizes))
