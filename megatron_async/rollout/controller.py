@@ -384,7 +384,7 @@ class RolloutController:
         numbers = {
             **self.counters.as_dict(self._clock()),
             "running": len(self._live),
-            "queued": self._unfinished - self._unseen - len(self._live),
+            "queued": sum(len(group.playing) for group in self._groups.values()) - len(self._live),
             "groups_open": len(self._groups),
             "version": self._version,
             "engine_version": -1 if self._engines.version is None else self._engines.version,

@@ -1,0 +1,117 @@
+"""The commands `rollout` and `evaluate` as they are run: a run folder, the real chat format and desk, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_async.bank import Bank, State
+from megatron_async.config.schema import (
+    BatchConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_async.errors import UserError
+from megatron_async.observe import read_evaluations, read_status, read_timeline
+from megatron_async.rollout import controller, evaluation
+from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
+from megatron_async.trajectory import Status
+from tests.unit.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
+    return path
+
+
+def make_run(folder: Path, checkpoint: Path, urls: list[str], token_budget: int = 16) -> RunConfig:
+    config = RunConfig(
+        name="run",
+        run_dir=str(folder),
+        model=ModelConfig(path=str(checkpoint)),
+        batch=BatchConfig(groups=2, group_size=2),
+        rollout=RolloutConfig(
+            max_staleness=0, max_turns=3, max_new_tokens=token_budget, max_tokens=512, poll_s=0.02
+        ),
+        engines=EngineConfig(),
+        evaluation=EvaluationConfig(tasks=3, samples_per_task=2),
+    )
+    config.run_path.mkdir(parents=True)
+    (config.run_path / "engines.json").write_text(json.dumps({"engines": [{"url": url} for url in urls]}))
+    return config
+
+
+def test_rollout_fills_the_bank_and_ends_with_the_run(tmp_path: Path, checkpoint: Path) -> None:
+    async def scenario() -> RunConfig:
+        async with ScriptedEngine(6) as engine:
+            config = make_run(tmp_path, checkpoint, [engine.url])
+            with Bank.open(config.bank_url) as bank:
+                process = asyncio.create_task(controller._main(config))
+                while bank.counts()[State.FINISHED] < 4:
+                    assert not process.done(), process.exception()
+                    await asyncio.sleep(0.02)
+                batch = bank.take_batch(0, 2, 2, 0)
+                assert batch is not None and all(t.status in (Status.OK, Status.TRUNCATED) for t in batch)
+                assert len({t.group_id for t in batch}) == 2 and all(t.task for t in batch)
+                bank.set_state("phase", "finished")
+                assert await asyncio.wait_for(process, 10) == 0
+        return config
+
+    config = asyncio.run(scenario())
+    status = read_status(config.run_path)["rollout"]
+    assert status.phase == "finished" and status.counters["finished"] == 4
+    assert [i.stage for i in read_timeline(config.run_path)].count("group") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_within_seconds_and_keeps_what_finished(
+    tmp_path: Path, checkpoint: Path, number: signal.Signals
+) -> None:
+    async def scenario() -> None:
+        async with ScriptedEngine(1000, token_s=0.05) as engine:
+            config = make_run(tmp_path, checkpoint, [engine.url], token_budget=400)
+            with Bank.open(config.bank_url) as bank:
+                process = asyncio.create_task(controller._main(config))
+                while engine.running < 4:
+                    assert not process.done(), process.exception()
+                    await asyncio.sleep(0.02)
+                os.kill(os.getpid(), number)
+                started = time.monotonic()
+                assert await asyncio.wait_for(process, 10) == 0
+                assert time.monotonic() - started < 5
+                assert bank.counts()[State.RUNNING] == 0 and bank.counts()[State.FAILED] == 4
+
+    asyncio.run(scenario())
+
+
+def test_without_engines_the_message_says_what_to_start(tmp_path: Path, checkpoint: Path) -> None:
+    config = replace(make_run(tmp_path, checkpoint, []), name="other")
+    with pytest.raises(UserError, match="engines.json is missing: start the run with `launch`"):
+        controller.main(config)
+
+
+def test_evaluate_adds_a_row(tmp_path: Path, checkpoint: Path) -> None:
+    async def scenario() -> RunConfig:
+        async with ScriptedEngine(6) as engine:
+            engine.version = 3
+            config = make_run(tmp_path, checkpoint, [engine.url])
+            assert (
+                await asyncio.to_thread(evaluation.main, config) == 0
+            )  # an event loop of its own, as the command
+        return config
+
+    (row,) = read_evaluations(asyncio.run(scenario()).run_path)
+    assert (row["step"], row["version"], row["tasks"], row["episodes"]) == (0, 3, 3, 6)
+    assert 0.0 <= row["success_rate"] <= 1.0 and set(row["pass_hat"]) == {"1", "2"}
