@@ -60,6 +60,7 @@ class Directory:
             raise SnapshotBusyError(
                 f"{path} is used by another snapshot store. Give each rank its own directory, and close the other store"
             ) from error
+        self._behind = False
         self.entries = self._load()
         self._remove_leftovers()
 
@@ -134,10 +135,15 @@ class Directory:
             raise
 
     def remove(self, version: int) -> None:
-        """Make a version not count any more, then remove its digests; records are removed by who holds them."""
-        if self.entries.pop(version, None) is not None:
+        """Make a version not count any more, then remove its files.
+
+        Raises:
+            DiskFullError: the manifest on the disk, and the files, are as they were.
+        """
+        if self.entries.pop(version, None) is not None or self._behind:
             self._write()
-            self.digests_path(version).unlink(missing_ok=True)
+        for path in (self.digests_path(version), self.record_path(version), self.keyframe_path(version)):
+            path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         versions = {
@@ -147,7 +153,9 @@ class Directory:
             for version, entry in sorted(self.entries.items())
         }  # fmt: skip
         content = {"format": FORMAT, "signature": self._signature, "versions": versions}
+        self._behind = True
         replace_file(self.path / "manifest.json", json.dumps(content, indent=1).encode())
+        self._behind = False
 
     def digests(self, version: int) -> np.ndarray:
         """uint64[tensors] of a version.

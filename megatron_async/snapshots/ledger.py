@@ -17,13 +17,19 @@ import numpy as np
 
 from megatron_async.snapshots.bits import TensorSpec
 from megatron_async.snapshots.directory import Directory
-from megatron_async.snapshots.errors import DigestMismatchError, SnapshotError, UnknownVersionError
+from megatron_async.snapshots.errors import (
+    DamagedRecordError,
+    DigestMismatchError,
+    SnapshotError,
+    UnknownVersionError,
+)
 from megatron_async.snapshots.graph import Step, plan, removable
 from megatron_async.snapshots.record_file import RecordFile
 from megatron_async.snapshots.tiers import Record, Tiers
 
-KEYFRAME_COST = 2.5
-SHADOW_COST = 1.0
+KEYFRAME_COST = 3.4
+SHADOW_COST = 1.9
+"""A copy, and the digests of the weights left and of the copy: these overwrite, so both are compared first."""
 
 
 @dataclass(slots=True)
@@ -50,27 +56,35 @@ class Ledger:
         self._keep_last = keep_last
         self._references: Counter[int] = Counter()
         self._needed: set[int] = set()
+        self.damage: dict[int, str] = {}
 
     def reopen(self) -> None:
         """Read back what the directory holds; all of it is needed until `set_needed` says otherwise.
 
+        A damaged record does not keep the store from opening: what is reachable without it can be used, and `damage`
+        says what is wrong with the rest.
+
         Raises:
-            DamagedRecordError: names the file.
+            DamagedRecordError: digests are damaged; names the file.
         """
         if self._directory is None:
             return
         for version, entry in self._directory.entries.items():
             node = self.nodes[version] = Node(entry.parent, self._directory.digests(version))
             if entry.record:
-                node.record = self._reopen_file(f"version {version}", self._directory.record_path(version))
+                path = self._directory.record_path(version)
+                node.record = self._reopen_file(version, f"version {version}", path)
             if entry.keyframe:
-                node.keyframe = self._reopen_file(
-                    f"keyframe {version}", self._directory.keyframe_path(version)
-                )
+                path = self._directory.keyframe_path(version)
+                node.keyframe = self._reopen_file(version, f"keyframe {version}", path)
         self._needed = set(self.nodes)
 
-    def _reopen_file(self, label: str, path: Path) -> Record:
-        file = RecordFile(path)
+    def _reopen_file(self, version: int, label: str, path: Path) -> Record | None:
+        try:
+            file = RecordFile(path)
+        except DamagedRecordError as error:
+            self.damage[version] = str(error)
+            return None
         segments = [file.segment(index) for index in range(len(self._tiers.grid))]
         record = Record(label, segments, file=file)
         self._tiers.adopt(record, path)
@@ -147,21 +161,30 @@ class Ledger:
         return gone
 
     def remove(self, version: int) -> None:
-        """Remove a version, its record, and the record of any child."""
+        """Remove a version, its record, and the record of any child.
+
+        Raises:
+            DiskFullError: the manifest could not be written; the version is gone from memory, and its files stay.
+        """
         node = self.nodes.pop(version)
-        records = [record for record in (node.record, node.keyframe) if record is not None]
-        if self._directory is not None:
-            self._directory.remove(version)
-        for child, other in self.nodes.items():
-            if other.parent == version:
-                if other.record is not None:
-                    records.append(other.record)
-                other.parent, other.record = None, None
-                self.publish(child, only_known=True)
+        children = [child for child, other in self.nodes.items() if other.parent == version]
+        records = [node.record, node.keyframe, *(self.nodes[child].record for child in children)]
+        for child in children:
+            self.nodes[child].parent, self.nodes[child].record = None, None
         self._references.pop(version, None)
         self._needed.discard(version)
-        for record in records:
-            self._tiers.drop(record)
+        self.damage.pop(version, None)
+        free = self._tiers.leave
+        try:
+            for child in children:
+                self.publish(child, only_known=True)
+            if self._directory is not None:
+                self._directory.remove(version)
+            free = self._tiers.drop
+        finally:
+            for record in records:
+                if record is not None:
+                    free(record)
 
     def publish(self, version: int, only_known: bool = False) -> None:
         """Bring the manifest in line with what is known of a version."""
@@ -199,9 +222,12 @@ class Ledger:
 
         Raises:
             UnknownVersionError: no walk.
+            DamagedRecordError: no walk, and records were found damaged at opening.
         """
         self.node(target)
         steps = self.plan(origin, target, shadow)
+        if steps is None and self.damage:
+            raise DamagedRecordError(f"version {target} cannot be reached. " + " ".join(self.damage.values()))
         if steps is None:
             raise UnknownVersionError(
                 f"no chain of records leads from version {origin} to version {target}: the history "

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -50,34 +51,38 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def disk_full(path: Path, needed: int, error: OSError) -> DiskFullError:
-    """The error for a write that found no room."""
-    stat = os.statvfs(path.parent)
-    return DiskFullError(
-        f"writing {path.name} in {path.parent} failed after {needed:,} bytes ({error.strerror}); "
-        f"{stat.f_bavail * stat.f_frsize:,} bytes are free there. Free some, or release versions that no token needs"
-    )
+@contextmanager
+def naming_full_disks(path: Path, written: int) -> Iterator[None]:
+    """Turn "no space", "quota exceeded" and "file too large" into DiskFullError; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        stat = os.statvfs(path.parent)
+        raise DiskFullError(
+            f"writing {path.name} in {path.parent} failed after {written:,} bytes ({error.strerror}); "
+            f"{stat.f_bavail * stat.f_frsize:,} bytes are free there. Free some, or release versions that no token needs"
+        ) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a small file atomically and durably.
 
     Raises:
-        DiskFullError: no room; the old file is untouched.
+        DiskFullError: no room; the old file is untouched unless only the last sync failed.
     """
     aside = path.with_name(path.name + PARTIAL)
     try:
-        with aside.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, path)
-        sync_directory(path.parent)
-    except OSError as error:
+        with naming_full_disks(path, len(content)):
+            with aside.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(aside, path)
+            sync_directory(path.parent)
+    finally:
         aside.unlink(missing_ok=True)
-        if error.errno in FULL:
-            raise disk_full(path, len(content), error) from error
-        raise
 
 
 class RecordWriter:
@@ -114,13 +119,9 @@ class RecordWriter:
                 "of the disk budget. Raise disk_bytes, or release versions that no token needs"
             )
         rest = memoryview(content)
-        try:
+        with naming_full_disks(self.path, self._position):
             while rest:
                 rest = rest[self._stream.write(rest) :]
-        except OSError as error:
-            if error.errno in FULL:
-                raise disk_full(self.path, self._position, error) from error
-            raise
         self._position += len(content)
 
     def finish(self) -> RecordFile:
@@ -132,10 +133,11 @@ class RecordWriter:
         content = table.tobytes() + numbers
         self._rows = []
         self._write(content + xxhash.xxh3_128_digest(content) + MAGIC)
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        os.replace(self._aside, self.path)
-        sync_directory(self.path.parent)
+        with naming_full_disks(self.path, self._position):
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            os.replace(self._aside, self.path)
+            sync_directory(self.path.parent)
         return RecordFile(self.path)
 
     def discard(self) -> None:
@@ -199,6 +201,11 @@ class RecordFile:
 
     def verify(self, grid: Sequence[Task]) -> None:
         """Read the whole file once, and check every payload against its checksum and its segment."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size != self.nbytes:
+            raise self._damaged(
+                f"the file is {'missing' if size == 0 else 'truncated'}: {size} of {self.nbytes} bytes"
+            )
         for index in self._rows:
             self.payload(index, grid[index])
 

@@ -417,13 +417,15 @@ class SnapshotStore:
         ledger, origin = self._ledger, self._live
         steps = ledger.demand_plan(origin, target, self._copy_of())
         ledger.demand_plan(target, self._home, self._copy_of())
+        with_digest = self.config.verify == "full"
         for step in steps:
             if not step.absolute and (record := ledger.record(step)).tier is None and record.file is not None:
                 record.file.verify(self._weights.grid)
         if steps and steps[0].absolute:
+            if with_digest and (name := ledger.compare(origin, self._weights.digests())) is not None:
+                raise self._mismatch(origin, target, name)
             self._enter(steps[0].to)
             self._live, steps = steps[0].to, steps[1:]
-        with_digest = self.config.verify == "full"
         records = [ledger.record(step) for step in steps]
         digests = self._weights.walk(records, with_digest=with_digest)
         if digests is not None and (name := ledger.compare(target, digests)) is not None:

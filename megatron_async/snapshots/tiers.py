@@ -171,11 +171,16 @@ class Tiers:
         with self._lock:
             self.records.append((record, path))
 
-    def drop(self, record: Record) -> None:
-        """Free a record everywhere."""
+    def leave(self, record: Record) -> None:
+        """Free the memory of a record, and leave its file to others."""
         with self._lock:
             self.records = [entry for entry in self.records if entry[0] is not record]
             self.free_memory(record)
+
+    def drop(self, record: Record) -> None:
+        """Free a record everywhere."""
+        with self._lock:
+            self.leave(record)
             if record.file is not None:
                 record.file.path.unlink(missing_ok=True)
                 record.file = None
