@@ -19,6 +19,7 @@ from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, append_evaluation, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
+from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.supervise import (
     Part,
@@ -43,6 +44,7 @@ def run(config: RunConfig, *, fresh: bool = False) -> int:
     fresh: delete what an earlier run of the same name left.
     Raises UserError for what the user can mend.
     """
+    ChatFormat(config.model.path)  # a tokenizer without tools is refused before half a minute of starting engines
     files = create_folder(config, fresh=fresh)
     try:
         with stop_on_signals():
