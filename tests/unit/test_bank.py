@@ -231,10 +231,14 @@ def test_a_group_given_up_is_filtered(bank: Bank, bank_url: str) -> None:
     assert bank.open_groups() == []
 
 
-def test_a_closed_group_whose_last_member_fails_is_done(bank: Bank) -> None:
-    bank.start_trajectory(running("g.0", "g"))
+@pytest.mark.parametrize("how", ["fails", "is abandoned"])
+def test_a_closed_group_without_a_member_left_is_done(bank: Bank, how: str) -> None:
+    bank.start_trajectory(last := running("g.0", "g"))
     bank.close_group("g", keep=True)
-    bank.abandon_running("killed")
+    if how == "fails":
+        bank.finish_trajectory(end(last, status=Status.ENGINE_ERROR))
+    else:
+        bank.abandon_running("killed")
     assert (bank.open_groups(), bank.peek_ready(1)) == ([], 0)
 
 
@@ -265,6 +269,15 @@ def test_rollback_returns_what_was_not_committed(bank: Bank, bank_url: str) -> N
     assert bank.rollback_uncommitted() == 0
     assert ids(bank.take_batch(1, 1, 2, 0)) == taken == ["b.0", "b.1"]
     assert steps_of(bank_url)["a.0"] == 0
+
+
+def test_a_batch_given_back_keeps_its_age(bank: Bank) -> None:
+    collect_group(bank, "g")
+    bank.take_batch(0, 1, 2, 0)
+    bank.rollback_uncommitted()
+    bank.record_version(1, parent=0)
+    assert bank.take_batch(0, 1, 2, min_version=1) is None
+    assert bank.counts()["stale"] == 2
 
 
 def test_steps_after_the_resumed_checkpoint_are_trained_again_in_order(bank: Bank) -> None:

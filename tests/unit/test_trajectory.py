@@ -289,6 +289,16 @@ def test_rows_recorded_first_win_over_a_later_recomputation() -> None:
     assert t.routed_experts[:, 0, 0].tolist() == [5, 5, 9]
 
 
+def test_routing_of_a_dropped_turn_is_forgotten() -> None:
+    t = new()
+    t.append_context([1, 2])
+    t.append_action([3, 4], [-1, -1], [VersionSpan(0, 0, 2)], None, np.full((3, 1, 1), 5))
+    assert t.drop_open_turn() == 2
+    t.append_action([6], [-1], [VersionSpan(1, 0, 1)], "stop", np.full((2, 1, 1), 9))
+    assert t.routed_experts is not None
+    assert t.routed_experts[:, 0, 0].tolist() == [5, 9]  # row 0 is of a token that stayed
+
+
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.int16)])
 def test_routed_experts_are_compact(experts: int, dtype: type) -> None:
     t = new()
