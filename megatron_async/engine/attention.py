@@ -82,6 +82,8 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """[..., heads, s, d] × [..., groups, s, d] → [..., heads, s, d]."""
+        if q.dim() == 3:  # only batched inputs reach the kernels that do not materialise s × s scores
+            return self._attend(q[None], k[None], v[None], mask)[0]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
         )

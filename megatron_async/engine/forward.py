@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_async.engine.sequences import MicroBatch
 
-DEFAULT_CHUNK = 1024
+CHUNK_ELEMENTS = 2**25
+"""Logits whose fp32 temporaries exist at once by default: 128 MiB for each of two or three of them."""
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -86,7 +87,7 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup,
     *,
     entropy: bool = True,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, differentiable in the logits.
 
@@ -96,11 +97,13 @@ def vocab_parallel_logprobs(
         inverse_temperature: [S], 1 / sampling temperature.
         group: tensor-parallel group.
         entropy: False skips the entropy (zeros are returned).
-        chunk: tokens whose fp32 temporaries exist at once.
+        chunk: tokens whose fp32 temporaries exist at once (default: by the size of the vocabulary).
 
     Returns:
         fp32 log-probs [S] and entropies [S], in nats; equal on all ranks of the group.
     """
+    if chunk is None:
+        chunk = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     return _VocabParallelLogProbs.apply(logits, targets, inverse_temperature, group, entropy, chunk)
 
 

@@ -63,6 +63,8 @@ def setup() -> Platform:
             written for.
     """
     if torch.cuda.is_available():
+        # With more queues per device, communication of tensor-parallel layers may be scheduled after their compute.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank)
         has_te = importlib.util.find_spec("transformer_engine") is not None
