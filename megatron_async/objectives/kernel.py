@@ -4,14 +4,15 @@ Invariants:
 - Presets work on detached values and return S together with its slope ∂S/∂log π. `Attach` hands that slope to autograd,
   so a placeholder (NaN, -inf) at a masked token can reach neither the loss nor the gradient: it is replaced before any
   exponential, and the rejected positions of both results are filled with 0, never multiplied by it.
-- The denominator is that of the global batch. Nothing divides again, so the gradient does not depend on how the batch is
-  cut into micro-batches or over ranks.
+- The denominator is that of the global batch. Nothing divides again, so the gradient does not depend on how the batch
+  is cut into micro-batches or over ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,13 +111,13 @@ class Attach(torch.autograd.Function):
     """A scalar loss whose gradient with respect to the log-probs is already known."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, logprobs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * upstream, None, None
 

@@ -120,8 +120,9 @@ class Objective:
     def _empty_message(self, action_tokens: int) -> str:
         return (
             f"objective {self.config.name!r} accepts none of the batch's {action_tokens} action tokens "
-            f"(mask [{self.config.mask_low}, {self.config.mask_high}], anchor {self.config.anchor!r}): no optimiser step is made. "
-            "Widen objective.mask_low/mask_high, use an exact anchor, or lower rollout.max_staleness"
+            f"(mask [{self.config.mask_low}, {self.config.mask_high}], anchor {self.config.anchor!r}): "
+            "no optimiser step is made. Widen objective.mask_low/mask_high, use an exact anchor, or lower "
+            "rollout.max_staleness"
         )
 
     def loss(

@@ -55,12 +55,12 @@ def reparameterise(
     alpha = 1.0 / (version_gap + 1)
     rest = 1.0 - alpha
     if kind == "loglinear":
-        masks = (0.0, math.inf) if rest == 0 else (mask[0] ** (1 / rest), mask[1] ** (1 / rest))
-        return TotalRatioBounds(*masks, clip[0] ** (1 / alpha), clip[1] ** (1 / alpha))
+        low, high = (0.0, math.inf) if rest == 0 else (mask[0] ** (1 / rest), mask[1] ** (1 / rest))
+        return TotalRatioBounds(low, high, clip[0] ** (1 / alpha), clip[1] ** (1 / alpha))
     if kind != "linear":
         raise ValueError(f"kind is {kind!r}; it must be 'linear' or 'loglinear'")
-    masks = (0.0, math.inf) if rest == 0 else (1 - (1 - mask[0]) / rest, 1 + (mask[1] - 1) / rest)
-    return TotalRatioBounds(*masks, _linear_clip(alpha, clip[0]), _linear_clip(alpha, clip[1]))
+    low, high = (0.0, math.inf) if rest == 0 else (1 - (1 - mask[0]) / rest, 1 + (mask[1] - 1) / rest)
+    return TotalRatioBounds(low, high, _linear_clip(alpha, clip[0]), _linear_clip(alpha, clip[1]))
 
 
 def _linear_clip(alpha: float, bound: float) -> float:

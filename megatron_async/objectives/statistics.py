@@ -41,7 +41,7 @@ BINS_PER_OCTAVE = 8
 BINS = OCTAVES * BINS_PER_OCTAVE
 GAP_BINS = 64
 
-# Layout of the vector: rows of sums, histograms of the ratios, of the gap, of the age, of SAT's contraction, SAT's sums.
+# Layout of the vector: sums by gap, histograms of ratios, gap, age and SAT's contraction, SAT's sums.
 _SHAPES: dict[str, tuple[int, ...]] = {
     "sums": (GAPS, len(COLUMNS)),
     "ratios": (len(RATIOS), GAPS, BINS),

@@ -1,5 +1,6 @@
-"""PPO: min-clip on π_θ/anchor, neither weight nor mask by default. Coupled with anchor μ, recomputed with anchor π_async.
+"""PPO: min-clip on π_θ/anchor, neither weight nor mask by default.
 
+Coupled with anchor μ, recomputed with anchor π_async.
 ε_high > ε_low is DAPO's clip-higher.
 """
 

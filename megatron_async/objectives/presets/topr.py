@@ -1,4 +1,4 @@
-"""TOPR: positive rewards are imitated whatever their age, the others are weighted by the tapered ratio clip(r, 0, 1)."""
+"""TOPR: positive rewards are imitated whatever their age; the others get the tapered weight clip(r, 0, 1)."""
 
 from __future__ import annotations
 
