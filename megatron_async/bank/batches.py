@@ -145,14 +145,14 @@ def _mark_stale(conn: Connection, group_size: int, min_version: int) -> None:
 def _oldest_complete(conn: Connection, wanted: int, group_size: int) -> list[int]:
     """Positions of up to `wanted` complete groups, in the order in which the groups were started.
 
-    Two queries, each in index order: exactly complete groups, and the few that are over-full or closed.
+    Exactly complete groups come in the order of the index. The few that are over-full or closed are sorted here: asked
+    to sort them, SQLite walks through all groups there ever were.
     """
-    exact = select(groups.c.position).where(groups.c.queue == group_size)
+    exact = select(groups.c.position).where(groups.c.queue == group_size).order_by(groups.c.position)
     above = select(groups.c.position).where(groups.c.queue > group_size)
     found: list[int] = []
-    for query in (exact, above):
-        query = query.order_by(groups.c.position).limit(wanted).with_for_update(skip_locked=True)
-        found += conn.execute(query).scalars()
+    for query in (exact.limit(wanted), above):
+        found += conn.execute(query.with_for_update(skip_locked=True)).scalars()
     return sorted(found)[:wanted]
 
 

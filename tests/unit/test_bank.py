@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -514,3 +515,44 @@ def test_sampling_parameters_travel_with_the_trajectory(bank: Bank) -> None:
     bank.finish_trajectory(end(trajectory))
     (back,) = bank.take_batch(0, 1, 1, 0) or []
     assert back.sampling == params
+
+
+def test_no_frequent_query_walks_through_all_rows(tmp_path: Path) -> None:
+    """SQLite's plans for everything a run does every step or poll: a search in an index, never a scan of a table.
+
+    The index of running trajectories holds nothing else, so walking through it is no walk through the table.
+    """
+    url = f"sqlite:///{tmp_path}/bank.sqlite"
+    with Bank.open(url) as bank:
+        plans: list[tuple[str, str]] = []
+
+        def explain(
+            conn: sqlalchemy.Connection, cursor: Any, statement: str, parameters: Any, *_: Any
+        ) -> None:
+            if statement.startswith(("SELECT", "UPDATE", "DELETE")):
+                rows = (
+                    conn.connection.cursor().execute(f"EXPLAIN QUERY PLAN {statement}", parameters).fetchall()
+                )
+                plans.extend((statement, row[3]) for row in rows)
+
+        sqlalchemy.event.listen(bank._engine, "before_cursor_execute", explain)
+        collect_group(bank, "a")
+        collect_group(bank, "b", size=3)  # "a" is trained, "b" becomes stale
+        bank.start_trajectory(late := running("c", "c"))
+        bank.checkpoint_trajectory(late)
+        bank.close_group("c", keep=True)
+        bank.take_batch(0, 1, 2, 0)
+        bank.rollback_uncommitted()
+        bank.take_batch(0, 1, 2, 0)
+        bank.record_version(1, 0)
+        bank.commit_step(0, 0, 1)
+        assert bank.take_batch(1, 1, 2, 1) is None
+        bank.peek_ready(2), bank.admitted(), bank.current_version(), bank.open_groups(), bank.list_running()
+        bank.abandon_running("end")
+        assert (bank.counts()["stale"], bank.counts()["trained"]) == (3, 2)
+    assert len(plans) > 50
+    tables = tuple(f"SCAN {table}" for table in ("trajectories", "groups", "payloads", "prompts"))
+    scans = {
+        plan for plan in plans if plan[1].startswith(tables) and "ix_trajectories_running" not in plan[1]
+    }
+    assert not scans, scans
