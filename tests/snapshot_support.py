@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from megatron_async.snapshots import SnapshotError, SnapshotStore
+
 Bits = dict[str, torch.Tensor]
 
 
@@ -50,6 +52,15 @@ def toggle(tensors: Mapping[str, torch.Tensor], share: float, seed: int, highest
         octets = tensor.detach().reshape(-1).view(torch.uint8).numpy()
         chosen = random.random(octets.size) < share
         octets[chosen] ^= random.integers(1, 1 << highest_bit, int(chosen.sum())).astype(np.uint8)
+
+
+def refusal(store: SnapshotStore, version: int) -> SnapshotError | None:
+    """Capture a version; the error when it was refused, None when not."""
+    try:
+        store.capture(version)
+    except SnapshotError as error:
+        return error
+    return None
 
 
 class Adam:

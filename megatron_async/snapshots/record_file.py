@@ -62,7 +62,7 @@ def naming_full_disks(path: Path, written: int) -> Iterator[None]:
         stat = os.statvfs(path.parent)
         raise DiskFullError(
             f"writing {path.name} in {path.parent} failed after {written:,} bytes ({error.strerror}); "
-            f"{stat.f_bavail * stat.f_frsize:,} bytes are free there. Free some, or release versions that no token needs"
+            f"{stat.f_bavail * stat.f_frsize:,} bytes are free there. Free some, or release versions no token needs"
         ) from error
 
 

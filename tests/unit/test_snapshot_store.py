@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megatron_async.snapshots import (
     UnknownVersionError,
     WeightHistory,
 )
-from tests.snapshot_support import Bits, bits, mixed_tensors, same, toggle
+from tests.snapshot_support import Bits, bits, mixed_tensors, refusal, same, toggle
 
 CONFIG = SnapshotConfig(host_bytes=64 << 20, keep_last=100, task_words=65_536)
 
@@ -350,12 +351,15 @@ def test_a_full_budget_refuses_with_the_arithmetic_and_goes_on_after_a_release(
     with SnapshotStore(tensors, version=0, config=config) as store:
         store.retain(0)
         history, version = {0: bits(tensors)}, 0
-        with pytest.raises(BudgetExceededError, match=r"host [\d,]+ of 60,000 bytes used.*version 1 [\d,]+"):
-            while version < 20:
-                toggle(tensors, 0.01, version)
-                store.capture(version + 1)
+        error = None
+        while error is None and version < 20:
+            toggle(tensors, 0.01, version)
+            error = refusal(store, version + 1)
+            if error is None:
                 version += 1
                 history[version] = bits(tensors)
+        assert isinstance(error, BudgetExceededError)
+        assert re.search(r"host [\d,]+ of 60,000 bytes used.*version 1 [\d,]+", str(error))
         refused = bits(tensors)
         assert 1 <= version < 20
         assert store.live_version == version, "the refused version does not exist"
@@ -473,8 +477,8 @@ def test_full_copies_refuse_by_budget_and_report_damage() -> None:
     tensors["w"] += 1
     store.capture(1)
     tensors["w"] += 1
+    store.set_needed([1])
     with pytest.raises(BudgetExceededError, match=r"4,000 bytes does not fit.*versions \[0, 1\]"):
-        store.set_needed([1])
         store.capture(2)
     tensors["w"] -= 1
     wanted = bits(tensors)
