@@ -1,15 +1,17 @@
-"""Processes for the kill test: `python -m tests.faults.bank_worker write|train URL NAME` works until it is killed.
+"""Processes for the bank's fault tests: `python -m tests.faults.bank_worker write|train|crowd URL NAME`.
 
-Each prints one line per call that returned, and only after it returned: what it printed, the bank has promised.
+`write` and `train` work until they are killed, `crowd` until it is done. `write` and `train` print one line per call
+that returned, and only after it returned: what they printed, the bank has promised.
 """
 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_async.bank import Bank
 from megatron_async.trajectory import VersionSpan
-from tests.bank_support import end, running
+from tests.bank_support import collect, end, running
 
 GROUP_SIZE = 2
 
@@ -25,6 +27,19 @@ def write(url: str, name: str) -> None:
                 trajectory.append_action([], [], [], "length")
                 bank.finish_trajectory(end(trajectory))
                 _say("finished", trajectory.trajectory_id)
+
+
+def crowd(url: str, name: str) -> None:
+    """Eight writers at once, each with a connection of its own, and an end: two groups each."""
+
+    def one(writer: int) -> None:
+        with Bank.open(url) as bank:
+            for number in range(2):
+                for member in range(GROUP_SIZE):
+                    collect(bank, f"{name}.{writer}.{number}.{member}", f"{name}.{writer}.{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(8)))
 
 
 def train(url: str, name: str) -> None:
@@ -45,4 +60,4 @@ def _say(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "train": train}[sys.argv[1]](sys.argv[2], sys.argv[3])
+    {"write": write, "train": train, "crowd": crowd}[sys.argv[1]](sys.argv[2], sys.argv[3])

@@ -96,3 +96,27 @@ def test_kill_9_loses_nothing_and_doubles_nothing(url: str, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_many_kills_lose_nothing_and_double_nothing(url: str, tmp_path: Path) -> None:
     check_kills(url, tmp_path, rounds=25)
+
+
+def check_crowd(url: str, folder: Path, processes: int) -> None:
+    jobs = [start("crowd", url, f"c{number}", folder)[0] for number in range(processes)]
+    assert [job.wait(timeout=120) for job in jobs] == [0] * processes
+    names = {
+        f"c{p}.{w}.{n}.{m}" for p in range(processes) for w in range(8) for n in range(2) for m in range(2)
+    }
+    assert states(url) == dict.fromkeys(names, "finished")
+    with Bank.open(url) as bank:
+        groups = processes * 8 * 2
+        batch = bank.take_batch(0, groups, 2, 0)
+        assert batch is not None and {t.trajectory_id for t in batch} == names
+    check_consistent(url)
+    close_view(url)
+
+
+def test_sixteen_writers_at_once(url: str, tmp_path: Path) -> None:
+    check_crowd(url, tmp_path, processes=2)
+
+
+@pytest.mark.slow
+def test_sixty_four_writers_at_once(url: str, tmp_path: Path) -> None:
+    check_crowd(url, tmp_path, processes=8)
