@@ -267,7 +267,11 @@ class EngineClient:
         return parse_version((await self._call("GET", "/model_info")).get("weight_version"))
 
     async def set_version(self, version: int) -> None:
-        """Label the weights ``version``. Running requests go on; their spans change at this point."""
+        """Label the weights ``version``. Running requests go on; their spans change at this point.
+
+        Exact while the engine is paused by retraction, or runs without SGLang's overlapped scheduling; otherwise the
+        token that is being sampled may get the new label.
+        """
         await self._call("POST", "/update_weight_version",
                          {"new_version": str(version), "abort_all_requests": False})
 

@@ -28,8 +28,16 @@ class BackgroundLoop:
         return self.submit(coroutine).result()
 
     def close(self) -> None:
-        """End the loop and its thread. Coroutines that still run are dropped."""
+        """Cancel what still runs, end the loop and its thread."""
+        self.run(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -171,6 +171,8 @@ class Publisher:
         if self._group is not None:
             return
         infos = self._everywhere("reach", lambda client: client.info())
+        if self.pause_mode == "in_place":
+            self._refuse_overlap(infos)
         if self.transport == "disk":
             return
         sizes = [_engine_processes(info) for info in infos]
@@ -193,12 +195,19 @@ class Publisher:
         group, self._group = self._group, None
         if group is None:
             return
-        name = group.name
-        group.close()
         # Engines forget it too; one that is gone, or already saw the connection break, has nothing to forget.
-        calls = [self._submit(client, "/destroy_weights_update_group", {"group_name": name})
+        calls = [self._submit(client, "/destroy_weights_update_group", {"group_name": group.name})
                  for client in self._clients]
+        group.close()
         concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
+
+    def _refuse_overlap(self, infos: Sequence[dict[str, Any]]) -> None:
+        overlapping = [url for url, info in zip(self.urls, infos) if info.get("disable_overlap_schedule") is False]
+        if overlapping:
+            raise PublishError(
+                f"pause_mode in_place needs engines started with --disable-overlap-schedule, {', '.join(overlapping)} "
+                "is not: a token sampled before the update would be counted after it and carry the new version"
+            )
 
     # -- publishing -------------------------------------------------------------------------------------------
 

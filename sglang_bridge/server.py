@@ -23,7 +23,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -169,10 +169,8 @@ class EngineServer:
         """True while the server process runs (ready or not)."""
         return self._process is not None and self._process.poll() is None
 
-    def wait_ready(self, deadline_s: float = 300.0, *, still_wanted: Callable[[], bool] = lambda: True) -> None:
+    def wait_ready(self, deadline_s: float = 300.0) -> None:
         """Wait until the server takes requests.
-
-        ``still_wanted`` is asked at every poll; when it says no (the user pressed Ctrl-C, say) the wait ends.
 
         Raises:
             EngineStartError: the server died or missed the deadline; it is stopped, the log's tail is in the error.
@@ -187,7 +185,7 @@ class EngineServer:
                 raise EngineStartError(self._failure(f"ended with status {status} while starting"))
             if _answers(f"{self.url}/ready"):
                 return
-            if time.monotonic() > limit or not still_wanted():
+            if time.monotonic() > limit:
                 self.stop()
                 raise EngineStartError(self._failure(f"was not ready after {deadline_s:g} s; raise the deadline if "
                                                      "it was still loading"))
@@ -272,14 +270,20 @@ def _group_members(group: int) -> list[psutil.Process]:
 
 
 def _kill_group(group: int, deadline_s: float = 5.0) -> None:
-    """SIGKILL what is left of a process group and wait until it is gone."""
-    limit = time.monotonic() + deadline_s
+    """SIGKILL what is left of a process group and wait until it is gone.
+
+    Python's resource tracker gets a second to notice that the others ended: it then removes their semaphores.
+    """
+    began = time.monotonic()
     while members := _group_members(group):
-        if time.monotonic() > limit:
-            raise EngineStartError(f"processes {[process.pid for process in members]} of the server do not end")
+        elapsed = time.monotonic() - began
+        if elapsed > deadline_s:
+            pids = [process.pid for process in members]
+            raise EngineStartError(f"processes {pids} of the server do not end after SIGKILL")
         for process in members:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                if elapsed > 1.0 or "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
         time.sleep(0.02)
 
 
@@ -289,4 +293,4 @@ def _shared_memory(members: list[psutil.Process]) -> set[Path]:
     for process in members:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             paths |= {Path(mapped.path) for mapped in process.memory_maps()}
-    return {path for path in paths if path.parent == Path("/dev/shm") and path.name.startswith(("sglang_", "sem.mp-"))}
+    return {path for path in paths if path.parent == Path("/dev/shm") and path.name.startswith("sglang_")}
