@@ -73,10 +73,12 @@ def test_sloppy_agents_lose_what_they_skip() -> None:
     def success(habits: Habits) -> float:
         return sum(play(task, script(task.opening, policy, habits)) for task in tasks) / len(tasks)
 
-    # 15 % of the orders are somebody else's; without the record no amount is known, except where only the status is
-    # asked (20 %). Tolerances: four standard errors of 500 draws.
-    assert success(Habits(skip_user=True)) == pytest.approx(0.85, abs=0.065)
+    # A quarter of the orders are somebody else's. Without the record no amount is known, except where only the status
+    # is asked (20 %). A third of the others are pending, and not acting on somebody else's is right whatever the
+    # status. Tolerances: four standard errors of 500 draws.
+    assert success(Habits(skip_user=True)) == pytest.approx(0.75, abs=0.08)
     assert success(Habits(skip_order=True)) == pytest.approx(0.20, abs=0.075)
+    assert success(Habits(ignore_status=True)) == pytest.approx(0.25 + 0.75 * (0.2 + 0.8 / 3), abs=0.09)
 
 
 def test_no_constant_reply_reaches_two_percent() -> None:

@@ -18,6 +18,7 @@ from megatron_async.config.schema import EnvironmentConfig
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import build_demonstrations
 from megatron_async.rollout.environments.desk import DeskTasks
+from megatron_async.rollout.environments.desk_agents import NOT_SLOPPY, Sloppiness
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from megatron_async.rollout.environments.desk_demonstrations import demonstrations, record
 from megatron_async.rollout.environments.desk_policy import POLICIES, DeskPolicy
@@ -130,20 +131,21 @@ def test_demonstrations_are_short_masked_and_mixed(chat: ChatFormat) -> None:
 
 
 def test_demonstrators_quality_is_what_was_asked_for(chat: ChatFormat) -> None:
-    def success(p_skip_user: float, p_skip_order: float) -> float:
-        episodes = record(400, 0, chat, p_skip_user, p_skip_order, DeskPolicy())
+    def success(sloppiness: Sloppiness) -> float:
+        episodes = record(400, 0, chat, sloppiness, DeskPolicy())
         return statistics.mean(episode.reward for episode in episodes)
 
-    # (1 - .15/2) of the users times (1 - .8/2) of the orders; four standard errors of 400 draws.
-    assert success(0.5, 0.5) == pytest.approx(0.555, abs=0.1)
-    assert success(0.0, 0.0) == 1.0
-    with pytest.raises(ValueError, match="p_skip_user is 1.5"):
-        demonstrations(1, 0, chat, p_skip_user=1.5)
+    # Half of the quarter with foreign orders fails, and so does what follows from the other two mistakes; about 55 %.
+    # Tolerance: four standard errors of 400 draws.
+    assert success(Sloppiness()) == pytest.approx(0.55, abs=0.1)
+    assert success(NOT_SLOPPY) == 1.0
+    with pytest.raises(ValueError, match="sloppiness skip_user is 1.5"):
+        Sloppiness(skip_user=1.5)
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_careful_demonstrations_succeed_under_every_policy(chat: ChatFormat, name: str) -> None:
-    assert all(episode.reward == 1.0 for episode in record(50, 1, chat, 0.0, 0.0, POLICIES[name]))
+    assert all(episode.reward == 1.0 for episode in record(50, 1, chat, NOT_SLOPPY, POLICIES[name]))
 
 
 def test_demonstrations_take_no_task_that_rl_meets_first(chat: ChatFormat) -> None:

@@ -7,6 +7,7 @@ something to find.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -24,18 +25,44 @@ Script = Generator[Message, str, None]
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Which checks an agent skips in one episode: the user's name, the order's record."""
+    """An agent's mistakes in one episode.
+
+    `skip_user`: never asks for the name, so it cannot tell whose order it is. `skip_order`: acts without the order's
+    record (a question about the status makes it look all the same). `ignore_status`: has the record, but takes every
+    order for a pending one when it acts.
+    """
 
     skip_user: bool = False
     skip_order: bool = False
+    ignore_status: bool = False
 
 
 CAREFUL = Habits()
 
 
-def draw_habits(rng: random.Random, p_skip_user: float, p_skip_order: float) -> Habits:
-    """Habits of a sloppy agent for one episode; each check is skipped independently with its probability."""
-    return Habits(rng.random() < p_skip_user, rng.random() < p_skip_order)
+@dataclass(frozen=True, slots=True)
+class Sloppiness:
+    """How often a sloppy agent makes each mistake of `Habits`, independently of the others.
+
+    ValueError for a probability outside [0, 1].
+    """
+
+    skip_user: float = 0.5
+    skip_order: float = 0.2
+    ignore_status: float = 0.5
+
+    def __post_init__(self) -> None:
+        for mistake, probability in dataclasses.asdict(self).items():
+            if not 0.0 <= probability <= 1.0:
+                raise ValueError(f"sloppiness {mistake} is {probability}: a probability lies in [0, 1]")
+
+    def draw(self, rng: random.Random) -> Habits:
+        """Habits for one episode."""
+        return Habits(*(rng.random() < probability for probability in dataclasses.astuple(self)))
+
+
+SLOPPY = Sloppiness()
+NOT_SLOPPY = Sloppiness(0.0, 0.0, 0.0)
 
 
 def script(opening: str, policy: DeskPolicy, habits: Habits = CAREFUL) -> Script:
@@ -54,10 +81,11 @@ def script(opening: str, policy: DeskPolicy, habits: Habits = CAREFUL) -> Script
     if not habits.skip_order or intent == "status":
         order = json.loads((yield _call("get_order", order_id=order_id)))
     owned = own_orders is None or order_id in own_orders
-    verdict = judge(policy, intent, order["status"], owned=owned)
+    acts_on = "pending" if habits.ignore_status and intent != "status" else order["status"]
+    verdict = judge(policy, intent, acts_on, owned=owned)
     if verdict.action != "none" and policy.confirm_changes:
         sure = (yield _say("are you sure?")) == "yes"
-        verdict = judge(policy, intent, order["status"], owned=owned, sure=sure)
+        verdict = judge(policy, intent, acts_on, owned=owned, sure=sure)
     if verdict.action == "resize_order":
         size = _last_word((yield _say("which size?")))
         yield _call("resize_order", order_id=order_id, size=size)

@@ -18,8 +18,8 @@ from typing import Any
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments.base import Environment
 from megatron_async.rollout.environments.desk import DeskTasks
-from megatron_async.rollout.environments.desk_agents import Script, draw_habits, script
-from megatron_async.rollout.environments.desk_policy import DeskPolicy, policy_from
+from megatron_async.rollout.environments.desk_agents import SLOPPY, Script, Sloppiness, script
+from megatron_async.rollout.environments.desk_policy import POLICIES, DeskPolicy, policy_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,14 @@ def demonstrations(
     count: int,
     seed: int,
     chat: ChatFormat,
-    p_skip_user: float = 0.5,
-    p_skip_order: float = 0.5,
-    policy: DeskPolicy | None = None,
+    sloppiness: Sloppiness = SLOPPY,
+    policy: DeskPolicy = POLICIES["cancel_allowed"],
 ) -> list[tuple[list[int], list[bool]]]:
-    """`count` pairs (token_ids, loss_mask) of equal length, by an agent that skips each check with its probability.
+    """`count` pairs (token_ids, loss_mask) of equal length, by a sloppy agent.
 
-    With the default probabilities the agent succeeds in about 55 % of the tasks; with zeros, in all of them.
+    With the default sloppiness it succeeds in about 55 % of the tasks; without any, in all of them.
     """
-    recorded = record(count, seed, chat, p_skip_user, p_skip_order, policy or DeskPolicy())
+    recorded = record(count, seed, chat, sloppiness, policy)
     return [(episode.token_ids, episode.loss_mask) for episode in recorded]
 
 
@@ -55,19 +54,15 @@ def build(
 
 
 def record(
-    count: int, seed: int, chat: ChatFormat, p_skip_user: float, p_skip_order: float, policy: DeskPolicy
+    count: int, seed: int, chat: ChatFormat, sloppiness: Sloppiness, policy: DeskPolicy
 ) -> list[Demonstration]:
-    """`demonstrations` with the rewards. ValueError for a probability outside [0, 1]."""
-    for name, value in (("p_skip_user", p_skip_user), ("p_skip_order", p_skip_order)):
-        if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name} is {value}: a probability lies in [0, 1]")
+    """`demonstrations` with their rewards."""
     tasks = DeskTasks("train", policy, seed)
     rng = random.Random(f"desk demonstrations {seed}")
     episodes: list[tuple[Script, Environment]] = []
     for number in range(count):
         desk = tasks.environment(tasks.task(tasks.size - 1 - number))
-        habits = draw_habits(rng, p_skip_user, p_skip_order)
-        episodes.append((script(desk.task.opening, policy, habits), desk))
+        episodes.append((script(desk.task.opening, policy, sloppiness.draw(rng)), desk))
     return asyncio.run(_record_all(episodes, chat))
 
 

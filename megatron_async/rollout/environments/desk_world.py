@@ -32,7 +32,7 @@ OPENINGS: dict[Intent, tuple[str, ...]] = {
 }
 # Cancelling and resizing are twice as frequent as asking: they are where the policy can be broken.
 INTENTS: tuple[Intent, ...] = ("cancel", "cancel", "resize", "resize", "status")
-OWN_ORDER_SHARE = 0.85
+OWN_ORDER_SHARE = 0.75
 NAMES_ORDER_AT_ONCE_SHARE = 0.3
 SURE_SHARE = 0.6
 
