@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_async.snapshots import (
     UnknownVersionError,
 )
 from megatron_async.snapshots import record_file as record_module
-from tests.snapshot_support import Bits, bits, same, toggle
+from tests.snapshot_support import Bits, bits, refusal, same, toggle
 
 DISK_ONLY = SnapshotConfig(host_bytes=0, keep_last=100)
 
