@@ -171,9 +171,12 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2))
         self._copy_companions()
+        replaced = self.path.with_name(self.path.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
         if self.path.exists():
-            shutil.rmtree(self.path)
+            self.path.rename(replaced)
         self._partial.rename(self.path)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _copy_companions(self) -> None:
         """Configuration (with the dtype that was written), tokenizer, templates: all but weights."""

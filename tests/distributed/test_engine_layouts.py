@@ -15,8 +15,9 @@ SCRIPT = Path(__file__).with_name("engine_ranks.py")
 # Four ranks; what tensor, context and pipeline parallel leave over is data parallel.
 LAYOUTS = (
     "dense:tp2",
+    "moe",
     "moe:tp2",
-    "moe:ep2",
+    "moe:tp2:etp2",
     "moe:tp2:ep2",
     "moe:ep4",
     "moe:tp2:ep2:etp2",
@@ -64,9 +65,9 @@ def test_loaded_and_exported_bits_are_identical(findings: dict[str, Any], layout
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "tp2" in layout.split(":")])
 def test_sharded_vocabulary_equals_float64(findings: dict[str, Any], layout: str) -> None:
-    # fp32 sums over 96 terms; bf16 gradients are rounded once to 8 bits.
+    # fp32 sums over 96 terms; bf16 gradients below 4 are rounded once, by half of 2^-6.
     assert findings[layout]["vocabulary"]["float32"] <= 1e-5
-    assert findings[layout]["vocabulary"]["bfloat16"] <= 4e-3
+    assert findings[layout]["vocabulary"]["bfloat16"] <= 8e-3
 
 
 def test_a_failing_rank_ends_the_launch_and_shows_its_output(tmp_path: Path) -> None:

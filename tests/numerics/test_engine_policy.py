@@ -40,8 +40,11 @@ def build(
     optimizer: OptimizerConfig | None = OPTIMIZER,
     dtype: str = "float32",
     distributed: bool = False,
+    recompute: bool = False,
 ) -> Policy:
-    trainer = TrainerConfig(micro_batch_tokens=budget, use_distributed_optimizer=distributed)
+    trainer = TrainerConfig(
+        micro_batch_tokens=budget, use_distributed_optimizer=distributed, recompute=recompute
+    )
     model = ModelConfig(path=str(directory), dtype=dtype)  # type: ignore[arg-type]
     return Policy.build(model, ONE, trainer, optimizer)
 
@@ -87,6 +90,19 @@ def test_cut_and_order_change_neither_loss_nor_gradient(references: Path) -> Non
         for name, gradient in whole.items():
             # fp32 sums in another order: a few ulps of the largest element.
             assert (cut[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def test_recomputed_activations_give_the_same_gradient(references: Path) -> None:
+    frozen = replace(OPTIMIZER, lr=0.0, clip_grad=0.0)
+    sequences = make_sequences()
+    found = [
+        gradients_of(build(references / "moe" / "model", optimizer=frozen, recompute=recompute), sequences)
+        for recompute in (False, True)
+    ]
+    assert found[0][0] == found[1][0]
+    for name, gradient in found[0][1].items():
+        # The same products in the same order: equal, but for the last bit of a reduction.
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-6, atol=1e-8)
 
 
 def test_token_mean_is_the_global_one_whatever_the_split(references: Path) -> None:
@@ -211,6 +227,25 @@ def test_schedule_counts_steps_that_were_made(references: Path) -> None:
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
+def test_loaded_optimizer_state_counts_each_parameter_once(references: Path) -> None:
+    """Megatron's loading leaves one step tensor shared by all parameters: it would be counted once per parameter."""
+    policy = build(references / "moe" / "model", distributed=True)
+    one_real_step(policy)
+    assert policy.optimizer is not None
+    inner = policy.optimizer.megatron.chained_optimizers[0]
+    shared = torch.tensor(5.0)
+    for state in inner.optimizer.state.values():
+        state["step"] = shared
+    for parameter in inner.model_param_group_index_map:
+        tensors = {
+            "exp_avg": torch.zeros(()),
+            "exp_avg_sq": torch.ones(()),
+        }
+        inner._set_main_param_and_optimizer_states(parameter, tensors)
+    one_real_step(policy)
+    assert {float(state["step"]) for state in inner.optimizer.state.values()} == {6.0}
+
+
 def test_first_tokens_have_zero_logprob_and_all_results_are_aligned(moe: Policy) -> None:
     sequences = make_sequences()
     logprobs, entropy = moe.logprobs(sequences, entropy=True)
@@ -225,14 +260,15 @@ def test_saved_checkpoint_loads_in_transformers_and_back(
     from transformers import AutoModelForCausalLM
 
     (references / "moe" / "model" / "tokenizer_config.json").write_text("{}")
-    one_real_step(moe)
     moe.save_hf(tmp_path / "final")
+    one_real_step(moe)
+    moe.save_hf(tmp_path / "final")  # replaces the first
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     sequence = make_sequences()[0]
     expected, _ = reference_forward(model, sequence)
     np.testing.assert_allclose(moe.logprobs([sequence])[0], expected.detach(), rtol=0, atol=2e-5)
     assert (tmp_path / "final" / "tokenizer_config.json").is_file()
-    assert not (tmp_path / "final.partial").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
     before = snapshot_of(moe)
     check_unchanged(build(tmp_path / "final"), before)
 
