@@ -99,7 +99,7 @@ def test_engine_noise_at_gap_zero_is_rounding(finished: Path) -> None:
     """Same version, two engines, fp32: mean |log r_d| <= 1e-5; the first batch has only gap 0."""
     first = read_metrics(finished)[0]
     assert first["version_gap/max"] == 0
-    assert 0 < first["engine_noise"] <= 1e-5
+    assert 0 < first["objective/engine_noise"] <= 1e-5
 
 
 def test_versions_steps_and_trajectories_are_in_the_bank(finished: Path) -> None:
