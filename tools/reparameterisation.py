@@ -120,8 +120,8 @@ def main() -> int:
         same = max(abs(x - y) for x, y in zip(astuple(b), published, strict=True)) < tolerance
         agree &= same and row.difference < 1e-9
         print(
-            f"{row.kind:<10}{row.gap:>2}  [{b.mask_low:.4f}, {b.mask_high:.4f}]    [{b.clip_low:.4f}, {b.clip_high:.4f}]"
-            f"    {row.difference:<22.1e}{'equal' if same else 'DIFFERS'}"
+            f"{row.kind:<10}{row.gap:>2}  [{b.mask_low:.4f}, {b.mask_high:.4f}]    "
+            f"[{b.clip_low:.4f}, {b.clip_high:.4f}]    {row.difference:<22.1e}{'equal' if same else 'DIFFERS'}"
         )
     return 0 if agree else 1
 

@@ -12,7 +12,7 @@ import socket
 from megatron_async.config import methods
 from megatron_async.config.errors import ConfigError, nearest
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
-from megatron_async.config.schema import LayoutConfig, RunConfig
+from megatron_async.config.schema import LayoutConfig, ObjectiveConfig, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
 _HIGHEST_PORT = 65535
@@ -389,6 +389,11 @@ def _check_ports(config: RunConfig, starts_engines: bool) -> list[str]:
     return []
 
 
+def _expected_mask_loss(objective: ObjectiveConfig) -> float:
+    high = math.inf if objective.mask_high is None else objective.mask_high
+    return methods.expected_mask_loss(objective.mask_low or 0.0, high)
+
+
 def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
     objective, rollout, warnings = config.objective, config.rollout, []
     anchor = methods.ANCHORS[objective.anchor]
@@ -397,7 +402,9 @@ def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
         warnings.append(
             f"objective: mask [{objective.mask_low}, {objective.mask_high}] is within {TIGHT_MASK:.0%} of 1, but "
             f"anchor {objective.anchor} is not exact: version drift enters the ratio and usable tokens are rejected, "
-            "more with every version of lag; use an exact anchor (snapshot) or a wider mask"
+            f"about {_expected_mask_loss(objective):.0%} of the stale ones at the mean |log ratio| of "
+            f"{methods.PUBLISHED_MEAN_LOG_RATIO} published for lag 1, more with every version of lag; use an exact "
+            "anchor (snapshot) or a wider mask"
         )
     clips = math.isfinite(min(objective.clip_low or 0.0, objective.clip_high or 0.0))
     if objective.anchor == "start" and config.trainer.updates_per_batch == 1 and clips:

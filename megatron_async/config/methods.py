@@ -297,6 +297,19 @@ ADVANTAGES: dict[str, Estimator] = {
 }
 
 
+PUBLISHED_MEAN_LOG_RATIO = 0.0103
+"""Mean |log current/rollout| that arXiv 2607.18722 reports for GRPO on Qwen3-30B-A3B-Base at lag 1."""
+
+
+def expected_mask_loss(low: float, high: float, mean_log_ratio: float = PUBLISHED_MEAN_LOG_RATIO) -> float:
+    """Share of stale tokens a mask [low, high] rejects once version drift of the given mean |log ratio| enters it.
+
+    Takes the log ratio as Laplace-distributed: P(|x| > w) = exp(-w / mean).
+    """
+    below = 0.5 * math.exp(math.log(low) / mean_log_ratio) if low > 0 else 0.0
+    return below + 0.5 * math.exp(-math.log(high) / mean_log_ratio)
+
+
 def method(name: str) -> Method:
     """The entry of `METHODS`; raises ConfigError with the nearest name."""
     if name not in METHODS:

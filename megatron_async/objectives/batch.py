@@ -54,7 +54,9 @@ class Normaliser:
     def count(batch: TokenBatch, gather: Gather | None = None) -> Normaliser:
         """Count a rank's whole share, and add the other ranks' counts through `gather`."""
         active = batch.action_mask.bool()
-        counts = torch.stack([active.sum(), torch.unique(batch.sequence_ids[active]).numel() + 0 * active.sum()])
+        counts = torch.stack(
+            [active.sum(), torch.unique(batch.sequence_ids[active]).numel() + 0 * active.sum()]
+        )
         if gather is not None:
             counts = gather(counts).view(-1, 2).sum(dim=0)
         tokens, sequences = counts.tolist()

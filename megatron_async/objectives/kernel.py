@@ -52,7 +52,11 @@ class Tokens:
     @cached_property
     def log_discrepancy(self) -> Tensor:
         """log r_d = log π_old - log μ: engine noise, if the anchor is exact."""
-        return torch.zeros_like(self.rollout) if self._raw_discrepancy is None else self._clean(self._raw_discrepancy)
+        return (
+            torch.zeros_like(self.rollout)
+            if self._raw_discrepancy is None
+            else self._clean(self._raw_discrepancy)
+        )
 
     @cached_property
     def discrepancy_ratio(self) -> Tensor:

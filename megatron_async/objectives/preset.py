@@ -24,13 +24,15 @@ class Preset:
     """One method: weight, mask and surrogate of the kernel.
 
     config: resolved by `config.methods.resolve_objective`: no threshold is null, no choice is "auto".
-    equation, surrogate, mask_text: what the generated table and the method's page say.
+    equation, surrogate, mask_text: what the generated table and the method's page say; weight_text too, where the
+        names in `config.methods.WEIGHTS` do not say it.
     needs: token arrays the method reads beside the usual ones.
     """
 
     equation: ClassVar[str]
     surrogate: ClassVar[str]
     mask_text: ClassVar[str] = "low ≤ r_d ≤ high"
+    weight_text: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: ObjectiveConfig) -> None:

@@ -37,7 +37,7 @@ def _defaults(method: Method) -> str:
 def _row(name: str, method: Method) -> tuple[str, ...]:
     preset = PRESETS[name]
     windowed = math.isfinite(method.thresholds["mask_high"]) or preset.mask_text != Preset.mask_text
-    weights = ", ".join(WEIGHTS[weight] for weight in method.weights)
+    weights = preset.weight_text or ", ".join(WEIGHTS[weight] for weight in method.weights)
     mask = preset.mask_text if windowed else "all"
     cells = (", ".join(method.anchors) or "none", weights, mask, preset.surrogate, _defaults(method))
     # a bar inside a cell would end it

@@ -16,11 +16,11 @@ from torch import Tensor
 class Segments:
     """Tokens grouped by id, as runs of neighbours with one id (a sequence is usually one run).
 
-    index: int64 [T], dense segment number of each token. number: how many segments.
-    run_lengths, run_segment: int64 [runs], tokens of each run and the segment it belongs to.
+    tokens, number: how many tokens T, how many segments. run_lengths, run_segment: int64 [runs], tokens of each run and
+    the segment it belongs to.
     """
 
-    index: Tensor
+    tokens: int
     number: int
     run_lengths: Tensor
     run_segment: Tensor
@@ -28,10 +28,17 @@ class Segments:
     @staticmethod
     def of(ids: Tensor) -> Segments:
         """Segments numbered by increasing id; any int64 ids, in any order."""
-        runs, run_of_token, lengths = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
+        runs, lengths = torch.unique_consecutive(ids, return_counts=True)
         distinct, segment_of_run = torch.unique(runs, return_inverse=True)
-        index = segment_of_run.index_select(0, run_of_token)
-        return Segments(index, distinct.numel(), lengths, segment_of_run)
+        return Segments(ids.numel(), distinct.numel(), lengths, segment_of_run)
+
+    @property
+    def index(self) -> Tensor:
+        """int64 [T]: dense segment number of each token."""
+        return self._over_runs(self.run_segment)
+
+    def _over_runs(self, per_run: Tensor) -> Tensor:
+        return torch.repeat_interleave(per_run, self.run_lengths, output_size=self.tokens)
 
     def total(self, values: Tensor) -> Tensor:
         """Float64 [number]: sum of `values` [T] over each segment."""
@@ -43,4 +50,4 @@ class Segments:
 
     def spread(self, per_segment: Tensor, dtype: torch.dtype) -> Tensor:
         """[T]: each token's entry of `per_segment` [number]."""
-        return per_segment.to(dtype).index_select(0, self.index)
+        return self._over_runs(per_segment.to(dtype).index_select(0, self.run_segment))

@@ -40,6 +40,7 @@ OCTAVES = 28
 BINS_PER_OCTAVE = 8
 BINS = OCTAVES * BINS_PER_OCTAVE
 GAP_BINS = 64
+PREFIX = "objective/"
 
 # Layout of the vector: sums by gap, histograms of ratios, gap, age and SAT's contraction, SAT's sums.
 _SHAPES: dict[str, tuple[int, ...]] = {
@@ -80,8 +81,9 @@ def bin_value(index: int) -> float:
     return 0.0 if index == 0 else 2.0 ** (LOWEST_OCTAVE + octave) * (1.0 + (eighth + 0.5) / BINS_PER_OCTAVE)
 
 
-def _count(histogram: Tensor, index: Tensor, active: Tensor) -> None:
-    histogram.view(-1).scatter_add_(0, index, active.to(histogram.dtype))
+def _count(histogram: Tensor, index: Tensor, counted: Tensor) -> None:
+    """Add `counted` (float64 [T], 1 or 0) to the histogram's entries at `index`."""
+    histogram.view(-1).scatter_add_(0, index, counted)
 
 
 def _columns(tokens: Tokens, terms: Terms, exact: Tensor) -> Tensor:
@@ -133,13 +135,14 @@ def measure(tokens: Tokens, terms: Terms, exact: Tensor) -> Tensor:
     row_of_segment.scatter_(0, by_gap.index, row)
     for number, column in enumerate(columns):
         parts["sums"][:, number].index_add_(0, row_of_segment, by_gap.total(column))
+    action, active, first_bin = tokens.action.double(), tokens.active.double(), row * BINS
     for number, name in enumerate(RATIOS):
-        _count(parts["ratios"][number], row * BINS + _bins(columns[COLUMNS.index(name)]), tokens.active)
-    _count(parts["gaps"], gap, tokens.action)
+        _count(parts["ratios"][number], _bins(columns[COLUMNS.index(name)]).add_(first_bin), active)
+    _count(parts["gaps"], gap, action)
     if tokens.batch.age_seconds is not None:
         age = torch.where(tokens.action, tokens.batch.age_seconds, 0.0)
         parts["age_sum"].copy_(age.double().sum())
-        _count(parts["ages"], _bins(age * SECONDS_SCALE), tokens.action)
+        _count(parts["ages"], _bins(age * SECONDS_SCALE), action)
     if terms.diagnostics:
         _measure_sat(parts, tokens, terms)
     return vector
@@ -161,7 +164,7 @@ def _measure_sat(parts: dict[str, Tensor], tokens: Tokens, terms: Terms) -> None
         epsilon_high * (number - above),
     )
     parts["sat"].copy_(torch.stack(entries))
-    _count(parts["contraction"], _bins(found["contraction"]), active)
+    _count(parts["contraction"], _bins(found["contraction"]), active.double())
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,8 @@ def _sat_metrics(parts: dict[str, Tensor]) -> dict[str, float]:
 def summarise(vector: Tensor) -> dict[str, float]:
     """Named metrics of the global batch from its reduced vector [SIZE]; empty when no token was an action.
 
-    Totals have plain names ("masked", "log_total/p99_abs"); rows of a version gap end in "/gap_0" .. "/gap_8+".
+    Names begin with "objective/" and are explained in docs/metrics.md; totals are plain ("objective/masked"), rows of a
+    version gap end in "/gap_0" .. "/gap_8+".
     """
     parts = _split(vector.detach().to("cpu", torch.float64))
     sums, ratios = parts["sums"], parts["ratios"]
@@ -251,7 +255,12 @@ def summarise(vector: Tensor) -> dict[str, float]:
     total = row(slice(None))
     if total.sums["tokens"] == 0:
         return {}
-    metrics = total.metrics() | _gap_metrics(parts) | _age_metrics(parts, total.sums["tokens"]) | _sat_metrics(parts)
+    metrics = (
+        total.metrics()
+        | _gap_metrics(parts)
+        | _age_metrics(parts, total.sums["tokens"])
+        | _sat_metrics(parts)
+    )
     for gap in range(GAPS):
         by_gap = row(slice(gap, gap + 1))
         if by_gap.sums["tokens"] > 0:
@@ -259,4 +268,4 @@ def summarise(vector: Tensor) -> dict[str, float]:
             metrics |= {f"{name}/{label}": value for name, value in by_gap.metrics().items()}
     if "log_discrepancy/mean_abs/gap_0" in metrics:
         metrics["engine_noise"] = metrics["log_discrepancy/mean_abs/gap_0"]
-    return metrics
+    return {PREFIX + name: value for name, value in metrics.items()}

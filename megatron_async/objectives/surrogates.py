@@ -28,7 +28,9 @@ def log_policy(logprobs: Tensor, advantages: Tensor) -> Surrogate:
     return Surrogate(advantages * logprobs, advantages.clone())
 
 
-def min_clip(log_ratio: Tensor, advantages: Tensor, low: Bound, high: Bound, dual: float | None = None) -> Surrogate:
+def min_clip(
+    log_ratio: Tensor, advantages: Tensor, low: Bound, high: Bound, dual: float | None = None
+) -> Surrogate:
     """min(r Â, clip(r, low, high) Â); with `dual`, max(that, dual · Â) where Â < 0.
 
     low, high: ends of the clip as ratios, numbers or [T]. A token counts as clipped when its gradient is zeroed:

@@ -29,7 +29,7 @@ def beta_of_window(staleness_window: float) -> float:
 class ActiveFractionReset:
     """Auto-reset rule: ρ_t below `threshold` (τ) for `patience` consecutive steps.
 
-    ρ_t is the fraction of action tokens still active after mask *and* clip ("active" of the step's metrics).
+    ρ_t is the fraction of action tokens still active after mask *and* clip ("objective/active" of the step's metrics).
     """
 
     def __init__(self, threshold: float = 0.9, patience: int = 1) -> None:
@@ -57,7 +57,9 @@ class WeightAverage:
     beta: decay in [0, 1). reset: the auto-reset rule.
     """
 
-    def __init__(self, weights: Iterable[Tensor], beta: float, reset: ActiveFractionReset | None = None) -> None:
+    def __init__(
+        self, weights: Iterable[Tensor], beta: float, reset: ActiveFractionReset | None = None
+    ) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"beta is {beta}; it must lie in [0, 1), 1 would never forget")
         self.beta = beta

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_async.config.schema import ObjectiveConfig
-from megatron_async.objectives import BatchState, LossOutput, Normaliser, Objective, TokenBatch, build_objective
+from megatron_async.objectives import (
+    BatchState,
+    LossOutput,
+    Normaliser,
+    Objective,
+    TokenBatch,
+    build_objective,
+)
+from megatron_async.objectives.statistics import PREFIX
 
 PLACEHOLDERS = (float("nan"), float("-inf"), -9999.0)
 
@@ -50,11 +58,22 @@ def random_problem(
     signs = torch.randint(-1, 2, (total,), generator=generator)
     advantages = signs * (torch.rand(total, generator=generator, dtype=torch.float64) + 0.1)
     action = torch.rand(total, generator=generator) > 0.3
-    action[torch.tensor(lengths).cumsum(0) - 1] = True  # every sequence has an action, also one of a single token
-    rewards = torch.repeat_interleave(torch.tensor([1.0, 0.0, 1.0, 0.0] * len(lengths))[: len(lengths)], torch.tensor(lengths))
+    action[torch.tensor(lengths).cumsum(0) - 1] = (
+        True  # every sequence has an action, also one of a single token
+    )
+    rewards = torch.repeat_interleave(
+        torch.tensor([1.0, 0.0, 1.0, 0.0] * len(lengths))[: len(lengths)], torch.tensor(lengths)
+    )
     gap = torch.randint(0, 4, (total,), generator=generator)
     batch = TokenBatch(
-        rollout, anchor, advantages, action, ids, gap, reference_logprobs=logprobs + noise(total, 0.2), rewards=rewards
+        rollout,
+        anchor,
+        advantages,
+        action,
+        ids,
+        gap,
+        reference_logprobs=logprobs + noise(total, 0.2),
+        rewards=rewards,
     )
     problem = Problem(logprobs, batch)
     return with_placeholders(problem, seed) if placeholders else problem
@@ -65,7 +84,9 @@ def with_placeholders(problem: Problem, seed: int = 0) -> Problem:
     off = ~problem.action
 
     def fill(values: Tensor, shift: int) -> Tensor:
-        pattern = torch.tensor(PLACEHOLDERS, dtype=torch.float64)[(torch.arange(values.numel()) + seed + shift) % 3]
+        pattern = torch.tensor(PLACEHOLDERS, dtype=torch.float64)[
+            (torch.arange(values.numel()) + seed + shift) % 3
+        ]
         return torch.where(off, pattern, values)
 
     batch = problem.batch
@@ -78,7 +99,8 @@ def select(problem: Problem, index: Tensor) -> Problem:
     """The tokens at `index`, in that order."""
     batch = problem.batch
     chosen = {
-        f.name: None if getattr(batch, f.name) is None else getattr(batch, f.name)[index] for f in fields(TokenBatch)
+        f.name: None if getattr(batch, f.name) is None else getattr(batch, f.name)[index]
+        for f in fields(TokenBatch)
     }
     return Problem(problem.logprobs[index], TokenBatch(**chosen))
 
@@ -92,6 +114,11 @@ def prepared(of: Objective, problem: Problem) -> BatchState | None:
     if "batch_statistics" not in of.needs:
         return None
     return of.prepare(problem.batch, problem.logprobs, lambda values: values)
+
+
+def metrics_of(of: Objective, output: LossOutput) -> dict[str, float]:
+    """The step's metrics without their common prefix."""
+    return {name.removeprefix(PREFIX): value for name, value in of.summarise(output.stats).items()}
 
 
 def run(

@@ -121,7 +121,9 @@ def gspo(sequences: list[Sequence], s: Settings) -> list[list[Tensor]]:
     return terms
 
 
-def _each(formula: Callable[[Token, Settings], Tensor]) -> Callable[[list[Sequence], Settings], list[list[Tensor]]]:
+def _each(
+    formula: Callable[[Token, Settings], Tensor],
+) -> Callable[[list[Sequence], Settings], list[list[Tensor]]]:
     return lambda sequences, s: [[formula(t, s) for t in sequence] for sequence in sequences]
 
 
@@ -200,7 +202,9 @@ def m2po(sequences: list[Sequence], s: Settings) -> list[list[Tensor]]:
     harmful = [t for t in tokens if (t.advantage > 0 and t.r_s > 1) or (t.advantage < 0 and t.r_s < 1)]
     tau = second_moment_truncation([abs(math.log(t.r_s.item())) for t in harmful], s.moment)
     low, high = min(math.exp(-tau), 1 - s.eps[0]), max(math.exp(tau), 1 + s.eps[1])
-    return [[clipped_surrogate(t.r_s, t.advantage, low, high, s.dual) for t in sequence] for sequence in sequences]
+    return [
+        [clipped_surrogate(t.r_s, t.advantage, low, high, s.dual) for t in sequence] for sequence in sequences
+    ]
 
 
 REFERENCES: dict[str, Callable[[list[Sequence], Settings], list[list[Tensor]]]] = {

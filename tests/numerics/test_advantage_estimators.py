@@ -45,7 +45,9 @@ def test_groups_of_five_and_three(name: str) -> None:
             "dr_grpo": [r - mean for r in members],
             "rloo": [r - (sum(members) - r) / (n - 1) for r in members],
         }[name]
-        assert [a for a, g in zip(got, groups, strict=True) if g == group] == pytest.approx(expected, rel=1e-12)
+        assert [a for a, g in zip(got, groups, strict=True) if g == group] == pytest.approx(
+            expected, rel=1e-12
+        )
 
 
 def test_grpo_without_std_is_dr_grpo() -> None:

@@ -87,11 +87,15 @@ def test_a_reward_on_a_trailing_observation_reaches_the_actions() -> None:
 
 def test_a_reward_before_any_action_is_refused() -> None:
     with pytest.raises(ValueError, match="before the first action"):
-        skip_observation_gae(torch.tensor([1.0, 0.0]), torch.zeros(2), torch.tensor([False, True]), torch.zeros(2).long())
+        skip_observation_gae(
+            torch.tensor([1.0, 0.0]), torch.zeros(2), torch.tensor([False, True]), torch.zeros(2).long()
+        )
 
 
 def test_no_action_token_gives_zeros() -> None:
-    advantages, returns = skip_observation_gae(torch.zeros(3), torch.ones(3), torch.zeros(3).bool(), torch.zeros(3).long())
+    advantages, returns = skip_observation_gae(
+        torch.zeros(3), torch.ones(3), torch.zeros(3).bool(), torch.zeros(3).long()
+    )
     assert advantages.tolist() == returns.tolist() == [0.0] * 3
 
 
@@ -113,7 +117,9 @@ def test_length_adaptive_lambda_enters_the_recursion_per_sequence() -> None:
     assert got.tolist() == pytest.approx([first**2, first, 1.0, second, 1.0])
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("mean", [1.5, 1.5, 0, 5.0, 5.0, 0]), ("last", [2.0, 2.0, 0, 6.0, 6.0, 0])])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("mean", [1.5, 1.5, 0, 5.0, 5.0, 0]), ("last", [2.0, 2.0, 0, 6.0, 6.0, 0])]
+)
 def test_step_values(kind: str, expected: list[float]) -> None:
     values = torch.tensor([1.0, 2.0, 9.0, 4.0, 6.0, math.nan])
     mask = torch.tensor([True, True, False, True, True, False])
@@ -123,7 +129,9 @@ def test_step_values(kind: str, expected: list[float]) -> None:
 
 def test_step_values_refuses_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="'mean' or 'last'"):
-        step_values(torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long(), torch.zeros(1).long(), "first")
+        step_values(
+            torch.zeros(1), torch.ones(1).bool(), torch.zeros(1).long(), torch.zeros(1).long(), "first"
+        )
 
 
 def test_explained_variance() -> None:

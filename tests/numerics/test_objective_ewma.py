@@ -108,7 +108,8 @@ def test_a_resumed_average_goes_on_bit_for_bit() -> None:
         straight.update(weights)
     straight.observe(0.5, history[5])
     saved = {
-        key: [v.clone() for v in value] if key == "values" else value for key, value in straight.state_dict().items()
+        key: [v.clone() for v in value] if key == "values" else value
+        for key, value in straight.state_dict().items()
     }
     resumed = WeightAverage(history[0], 0.75, ActiveFractionReset(0.9, 3))
     resumed.load_state_dict(saved)

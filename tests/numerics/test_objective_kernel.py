@@ -1,4 +1,4 @@
-"""The kernel's promises: cuts, order, packing and padding change nothing; placeholders never leak; nothing is silent."""
+"""The kernel's promises: cuts, order, packing and padding change nothing; placeholders never leak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch import Tensor
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.methods import METHODS
 from megatron_async.objectives import EmptyBatch, Normaliser, TokenBatch
-from tests.numerics.objective_batches import Problem, objective, prepared, random_problem, run, select
+from tests.numerics.objective_batches import (
+    Problem,
+    metrics_of,
+    objective,
+    prepared,
+    random_problem,
+    run,
+    select,
+)
 
 AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_sum")
 # Sums of about a hundred float64 terms in another order.
@@ -41,7 +49,9 @@ def test_any_cut_into_micro_batches_or_ranks_gives_the_same_gradient(
     name: str, seed: int, assignment: list[int], aggregation: str, rejected: bool
 ) -> None:
     problem = random_problem(seed, lengths=(9, 1, 14, 5, 11))
-    of = objective(name, aggregation=aggregation, rejected_in_denominator=rejected, mask_low=0.3, mask_high=4.0)
+    of = objective(
+        name, aggregation=aggregation, rejected_in_denominator=rejected, mask_low=0.3, mask_high=4.0
+    )
     normaliser, state = Normaliser.count(problem.batch), prepared(of, problem)
     whole, gradient = run(of, problem, normaliser, state)
     loss, summed, stats = torch.zeros((), dtype=torch.float64), torch.zeros_like(gradient), 0.0
@@ -57,7 +67,9 @@ def test_any_cut_into_micro_batches_or_ranks_gives_the_same_gradient(
 @pytest.mark.parametrize("name", sorted(METHODS))
 @settings(max_examples=6)
 @given(seed=st.integers(0, 10_000), aggregation=st.sampled_from(AGGREGATIONS), shuffle=st.integers(0, 10_000))
-def test_order_packing_and_padding_change_nothing(name: str, seed: int, aggregation: str, shuffle: int) -> None:
+def test_order_packing_and_padding_change_nothing(
+    name: str, seed: int, aggregation: str, shuffle: int
+) -> None:
     problem = random_problem(seed, lengths=(8, 1, 12, 6))
     of = objective(name, aggregation=aggregation)
     whole, gradient = run(of, problem)
@@ -95,7 +107,9 @@ def test_token_mean_is_2_6_over_any_split_and_never_2_0(split: bool) -> None:
 
 def test_the_three_aggregations_on_known_numbers() -> None:
     problem = two_sequences((1.0, 3.0), (1, 4))
-    losses = {kind: run(objective("reinforce", aggregation=kind), problem)[0].loss.item() for kind in AGGREGATIONS}
+    losses = {
+        kind: run(objective("reinforce", aggregation=kind), problem)[0].loss.item() for kind in AGGREGATIONS
+    }
     assert losses == pytest.approx({"token_mean": 2.6, "sequence_mean_token_mean": 2.0, "sequence_sum": 6.5})
 
 
@@ -113,7 +127,9 @@ def test_rejected_tokens_count_in_the_denominator_unless_told_otherwise() -> Non
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 @pytest.mark.parametrize("placeholder", [float("nan"), float("-inf"), float("inf"), -9999.0])
-def test_placeholders_off_the_mask_leave_loss_gradient_and_metrics_unchanged(name: str, placeholder: float) -> None:
+def test_placeholders_off_the_mask_leave_loss_gradient_and_metrics_unchanged(
+    name: str, placeholder: float
+) -> None:
     """Field bug 13."""
     problem = random_problem(11, placeholders=False)
     of = objective(name, kl_coefficient=0.1, entropy_coefficient=0.01)
@@ -139,7 +155,7 @@ def test_a_micro_batch_without_an_action_token_adds_zero(name: str) -> None:
     output, gradient = run(of, Problem(problem.logprobs, empty), Normaliser(tokens=17, sequences=2))
     assert output.loss.item() == 0.0
     assert gradient.abs().sum().item() == 0.0
-    assert of.summarise(output.stats) == {}
+    assert metrics_of(of, output) == {}
 
 
 def test_a_batch_that_accepts_no_token_says_so() -> None:
@@ -155,10 +171,12 @@ def test_a_token_without_an_anchor_is_rejected_and_counted() -> None:
     problem = random_problem(4, placeholders=False)
     missing = torch.zeros_like(problem.action)
     missing[torch.nonzero(problem.action).squeeze(-1)[:3]] = True
-    batch = replace(problem.batch, anchor_logprobs=torch.where(missing, torch.nan, problem.batch.anchor_logprobs))
+    batch = replace(
+        problem.batch, anchor_logprobs=torch.where(missing, torch.nan, problem.batch.anchor_logprobs)
+    )
     of = objective("tis", anchor="snapshot")
     output, gradient = run(of, Problem(problem.logprobs, batch))
-    shares = of.summarise(output.stats)
+    shares = metrics_of(of, output)
     assert (gradient[missing] == 0).all()
     assert shares["anchor/absent"] == pytest.approx(3 / int(problem.action.sum()))
     assert shares["anchor/exact"] == pytest.approx(1 - shares["anchor/absent"])
@@ -249,7 +267,7 @@ def test_start_anchor_without_scores_is_the_forward_itself() -> None:
     problem = random_problem(6, staleness=0.5)
     of = objective("ppo", anchor="start")
     output, _ = run(of, Problem(problem.logprobs, replace(problem.batch, anchor_logprobs=None)))
-    shares = of.summarise(output.stats)
+    shares = metrics_of(of, output)
     assert shares["log_staleness/mean_abs"] == 0.0
     assert shares["clipped_high"] == shares["clipped_low"] == 0.0
 

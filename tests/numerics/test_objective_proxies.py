@@ -87,14 +87,22 @@ def test_published_check_values(gap: int) -> None:
     got = (bounds.mask_low, bounds.mask_high, bounds.clip_low, bounds.clip_high)
     assert got == pytest.approx(CHECK_VALUES[gap], abs=6e-5)  # four published decimals
     log_linear = reparameterise("loglinear", gap, MASK, CLIP)
-    assert (log_linear.mask_low, log_linear.mask_high, log_linear.clip_low, log_linear.clip_high) == pytest.approx(
-        got, abs=1.1e-4  # "within 1e-4", rounded
+    assert (
+        log_linear.mask_low,
+        log_linear.mask_high,
+        log_linear.clip_low,
+        log_linear.clip_high,
+    ) == pytest.approx(
+        got,
+        abs=1.1e-4,  # "within 1e-4", rounded
     )
 
 
 def test_the_tool_finds_the_closed_form_by_scanning_the_kernel() -> None:
     rows = table()
-    assert {(row.kind, row.gap) for row in rows} == {(k, n) for k in ("linear", "loglinear") for n in (1, 2, 3)}
+    assert {(row.kind, row.gap) for row in rows} == {
+        (k, n) for k in ("linear", "loglinear") for n in (1, 2, 3)
+    }
     assert max(row.difference for row in rows) < 1e-9  # bisection on the kernel's own mask and clip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_async.config.methods import METHODS
 from megatron_async.objectives import Normaliser
-from tests.numerics.objective_batches import Problem, objective, prepared, random_problem, run
+from tests.numerics.objective_batches import Problem, metrics_of, objective, prepared, random_problem, run
 from tests.numerics.objective_reference import REFERENCES, Settings, Token, aggregate
 
 # float64 sums of about a hundred terms in another order: 1e-13 in practice; the issue allows 1e-10.
@@ -38,34 +38,100 @@ CASES = [
     Case("reinforce", Settings()),
     Case("ppo", Settings(), {"anchor": "start"}, sides=CLIPS),
     Case("ppo", Settings(), {"anchor": "rollout"}, sides=CLIPS, label="coupled"),
-    Case("ppo", Settings(eps=(0.1, 0.4), dual=1.3), {"anchor": "snapshot", "clip_low": 0.1, "clip_high": 0.4,
-         "dual_clip": 1.3}, sides=CLIPS, label="clip_higher_dual"),
-    Case("decoupled", Settings(mask=(0.990, 1.010), eps=(0.003, 0.004), weight="discrepancy"), {"anchor": "snapshot"},
-         TIGHT, (*CLIPS, "masked")),
-    Case("decoupled", Settings(mask=(0.5, 1.5)), {"weight": "none", "mask_low": 0.5, "mask_high": 1.5,
-         "clip_low": 0.2, "clip_high": 0.2}, sides=(*CLIPS, "masked"), label="unweighted"),
+    Case(
+        "ppo",
+        Settings(eps=(0.1, 0.4), dual=1.3),
+        {"anchor": "snapshot", "clip_low": 0.1, "clip_high": 0.4, "dual_clip": 1.3},
+        sides=CLIPS,
+        label="clip_higher_dual",
+    ),
+    Case(
+        "decoupled",
+        Settings(mask=(0.990, 1.010), eps=(0.003, 0.004), weight="discrepancy"),
+        {"anchor": "snapshot"},
+        TIGHT,
+        (*CLIPS, "masked"),
+    ),
+    Case(
+        "decoupled",
+        Settings(mask=(0.5, 1.5)),
+        {"weight": "none", "mask_low": 0.5, "mask_high": 1.5, "clip_low": 0.2, "clip_high": 0.2},
+        sides=(*CLIPS, "masked"),
+        label="unweighted",
+    ),
     Case("tis", Settings(weight="truncated", cap=1.2), {"options": {"cap": 1.2}}, sides=CLIPS),
-    Case("mis", Settings(mask=(0.5, 2.0), weight="discrepancy", veto=0.5), {"options": {"veto": 0.5}},
-         {"discrepancy": 0.35}, ("masked",), label="token_veto"),
-    Case("mis", Settings(mask=(0.5, 2.0), weight="discrepancy", level="sequence"),
-         {"options": {"level": "sequence", "veto": 0.0}}, {"discrepancy": 0.15}, (*CLIPS, "masked"), label="sequence"),
-    Case("mis", Settings(mask=(0.999, 1.001), weight="discrepancy", level="geometric", veto=1e-4),
-         {"options": {"level": "geometric"}}, {"discrepancy": 0.003}, (*CLIPS, "masked"), label="geometric"),
-    Case("icepop", Settings(mask=(0.5, 5.0), weight="discrepancy"), {}, {"discrepancy": 0.9}, (*CLIPS, "masked")),
+    Case(
+        "mis",
+        Settings(mask=(0.5, 2.0), weight="discrepancy", veto=0.5),
+        {"options": {"veto": 0.5}},
+        {"discrepancy": 0.35},
+        ("masked",),
+        label="token_veto",
+    ),
+    Case(
+        "mis",
+        Settings(mask=(0.5, 2.0), weight="discrepancy", level="sequence"),
+        {"options": {"level": "sequence", "veto": 0.0}},
+        {"discrepancy": 0.15},
+        (*CLIPS, "masked"),
+        label="sequence",
+    ),
+    Case(
+        "mis",
+        Settings(mask=(0.999, 1.001), weight="discrepancy", level="geometric", veto=1e-4),
+        {"options": {"level": "geometric"}},
+        {"discrepancy": 0.003},
+        (*CLIPS, "masked"),
+        label="geometric",
+    ),
+    Case(
+        "icepop",
+        Settings(mask=(0.5, 5.0), weight="discrepancy"),
+        {},
+        {"discrepancy": 0.9},
+        (*CLIPS, "masked"),
+    ),
     Case("gspo", Settings(eps=(3e-4, 4e-4)), {"anchor": "start"}, MANY_SEQUENCES, CLIPS),
-    Case("gspo", Settings(eps=(3e-4, 4e-4), weight="truncated", mask=(0.8, 1.3), cap=1.1),
-         {"anchor": "start", "weight": "truncated", "mask_low": 0.8, "mask_high": 1.3, "options": {"cap": 1.1}},
-         MANY_SEQUENCES, (*CLIPS, "masked"), label="corrected"),
+    Case(
+        "gspo",
+        Settings(eps=(3e-4, 4e-4), weight="truncated", mask=(0.8, 1.3), cap=1.1),
+        {
+            "anchor": "start",
+            "weight": "truncated",
+            "mask_low": 0.8,
+            "mask_high": 1.3,
+            "options": {"cap": 1.1},
+        },
+        MANY_SEQUENCES,
+        (*CLIPS, "masked"),
+        label="corrected",
+    ),
     Case("cispo", Settings(eps=(0.2, 0.2)), {"anchor": "start", "clip_low": 0.2, "clip_high": 0.2}),
     Case("dis", Settings(eps=(0.3, 5.0)), {}, {"discrepancy": 0.8, "staleness": 0.8}, ("masked",)),
-    Case("dis", Settings(eps=(0.8, 3.0)), {"clip_low": 0.8, "clip_high": 3.0}, {"discrepancy": 1.0}, ("masked",),
-         label="coding"),
+    Case(
+        "dis",
+        Settings(eps=(0.8, 3.0)),
+        {"clip_low": 0.8, "clip_high": 3.0},
+        {"discrepancy": 1.0},
+        ("masked",),
+        label="coding",
+    ),
     Case("sat", Settings(), {}, {"discrepancy": 0.1, "staleness": 0.1}, CLIPS),
-    Case("sat", Settings(level="sequence", quantile=0.5, eps=(0.02, 0.02)),
-         {"clip_low": 0.02, "clip_high": 0.02, "options": {"level": "sequence", "quantile": 0.5}},
-         {"discrepancy": 0.05, "staleness": 0.05, "drift": 0.02}, CLIPS, label="sequence"),
+    Case(
+        "sat",
+        Settings(level="sequence", quantile=0.5, eps=(0.02, 0.02)),
+        {"clip_low": 0.02, "clip_high": 0.02, "options": {"level": "sequence", "quantile": 0.5}},
+        {"discrepancy": 0.05, "staleness": 0.05, "drift": 0.02},
+        CLIPS,
+        label="sequence",
+    ),
     Case("dppo_tv", Settings(delta=0.15), {}, {"discrepancy": 0.4}, ("masked",)),
-    Case("m2po", Settings(eps=(0.05, 0.05)), {"anchor": "start", "clip_low": 0.05, "clip_high": 0.05}, sides=CLIPS),
+    Case(
+        "m2po",
+        Settings(eps=(0.05, 0.05)),
+        {"anchor": "start", "clip_low": 0.05, "clip_high": 0.05},
+        sides=CLIPS,
+    ),
     Case("m2po", Settings(eps=(0.3, 0.5)), {"anchor": "start"}, {"staleness": 0.05}, label="moment_met"),
     Case("topr", Settings()),
     Case("spo", Settings(), {"anchor": "start"}),
@@ -121,7 +187,7 @@ def test_value_and_gradient_equal_the_reference(case: Case, aggregation: str) ->
 @pytest.mark.parametrize("case", CASES, ids=_label)
 def test_the_cases_reach_both_sides_of_every_threshold(case: Case) -> None:
     of = objective(case.name, **case.config)
-    shares = of.summarise(run(of, random_problem(0, **case.scales))[0].stats)
+    shares = metrics_of(of, run(of, random_problem(0, **case.scales))[0])
     assert all(0.0 < shares[side] < 1.0 for side in case.sides), {side: shares[side] for side in case.sides}
 
 
@@ -162,7 +228,12 @@ def test_the_gradient_weight_is_r_and_never_r_squared(name: str, config: dict[st
     rollout = problem.logprobs - math.log(1.25)
     advantages = -problem.batch.advantages.abs()  # dppo accepts what leads back towards μ
     batch = type(problem.batch)(
-        rollout, problem.logprobs, advantages, problem.action, problem.batch.sequence_ids, problem.batch.version_gap
+        rollout,
+        problem.logprobs,
+        advantages,
+        problem.action,
+        problem.batch.sequence_ids,
+        problem.batch.version_gap,
     )
     _, gradient = run(objective(name, **config), Problem(problem.logprobs, batch))
     expected = torch.where(problem.action, -1.25 * advantages / int(problem.action.sum()), 0.0)
@@ -170,7 +241,9 @@ def test_the_gradient_weight_is_r_and_never_r_squared(name: str, config: dict[st
 
 
 # In the others a weight or a clip's end is a detached function of the log-probs: a finite difference would move it.
-DIFFERENTIABLE = [case for case in CASES if case.name not in ("cispo", "dis", "dppo_tv", "topr", "sat", "m2po")]
+DIFFERENTIABLE = [
+    case for case in CASES if case.name not in ("cispo", "dis", "dppo_tv", "topr", "sat", "m2po")
+]
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=_label)

@@ -1,4 +1,4 @@
-"""SAT (C, formulas §5): the contracted interval lies inside PPO's, S is pessimistic, and they differ on two bands only."""
+"""SAT (C, formulas §5): contracted interval inside PPO's, pessimistic S, two bands of disagreement, global q."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_async.objectives.batch import Gather
 from megatron_async.objectives.kernel import Tokens
 from megatron_async.objectives.presets.sat import Sat
 from megatron_async.objectives.quantile import inverse_cdf_quantile, truncation_for_second_moment
-from tests.numerics.objective_batches import Problem, objective, random_problem, run, select
+from tests.numerics.objective_batches import Problem, metrics_of, objective, random_problem, run, select
 from tests.numerics.objective_reference import psi, quantile, second_moment_truncation
 
 EPS = 0.2
@@ -37,7 +37,13 @@ def token_terms(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     statistic = preset.statistic(tokens, alone)
     terms = preset.terms(tokens, statistic)
     on = problem.action
-    return tokens.log_total[on], problem.batch.advantages[on], terms.value[on], terms.slope[on], float(statistic["q"])
+    return (
+        tokens.log_total[on],
+        problem.batch.advantages[on],
+        terms.value[on],
+        terms.slope[on],
+        float(statistic["q"]),
+    )
 
 
 @settings(max_examples=40)
@@ -52,7 +58,8 @@ def test_quantile_is_the_smallest_value_with_enough_mass(values: list[float], le
 
 @settings(max_examples=40)
 @given(
-    rows=st.lists(st.tuples(st.floats(0, 5), st.integers(1, 6)), min_size=1, max_size=20), level=st.floats(0.05, 1.0)
+    rows=st.lists(st.tuples(st.floats(0, 5), st.integers(1, 6)), min_size=1, max_size=20),
+    level=st.floats(0.05, 1.0),
 )
 def test_weighted_quantile_equals_repeating_the_values(rows: list[tuple[float, int]], level: float) -> None:
     values = torch.tensor([value for value, _ in rows], dtype=torch.float64)
@@ -99,7 +106,9 @@ def test_the_end_that_contracts_is_on_the_side_of_d_not_of_the_advantage() -> No
     torch.testing.assert_close(value[crossed], ppo[crossed], rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize(("q", "published"), [(0.005, 0.0166), (0.01, 0.0258), (0.02, 0.0397), (0.03, 0.0507)])
+@pytest.mark.parametrize(
+    ("q", "published"), [(0.005, 0.0166), (0.01, 0.0258), (0.02, 0.0397), (0.03, 0.0507)]
+)
 def test_newly_cut_updates_start_at_the_published_distance(q: float, published: float) -> None:
     """d* ≈ (ε q²)^{1/3}: the smallest d at which the kernel cuts, found by scanning d for the given q."""
     approximate = (EPS * q * q) ** (1 / 3)
@@ -145,7 +154,9 @@ def test_quantile_is_that_of_the_global_batch_over_ranks(level: str) -> None:
     for part in parts:
         assert torch.equal(preset.statistic(tokens_of(part), gather_of(parts, preset))["q"], whole)
     local = [preset.statistic(tokens_of(part), alone)["q"].item() for part in parts]
-    assert any(value != whole.item() for value in local), "the parts' own quantiles must differ for this to test"
+    assert any(value != whole.item() for value in local), (
+        "the parts' own quantiles must differ for this to test"
+    )
 
 
 def test_token_quantile_against_a_sorted_list() -> None:
@@ -160,7 +171,9 @@ def test_sat_gspo_weighs_a_sequence_by_its_length() -> None:
     d = torch.repeat_interleave(torch.tensor([0.01] * 9 + [0.05], dtype=torch.float64), lengths)
     ids = torch.repeat_interleave(torch.arange(10), lengths)
     rollout = -torch.ones_like(d)
-    batch = TokenBatch(rollout, None, torch.ones_like(d), torch.ones_like(ids, dtype=torch.bool), ids, ids * 0)
+    batch = TokenBatch(
+        rollout, None, torch.ones_like(d), torch.ones_like(ids, dtype=torch.bool), ids, ids * 0
+    )
     preset = objective("sat", options={"level": "sequence"}).preset
     q = preset.statistic(Tokens(rollout + d, rollout, batch), alone)["q"].item()
     assert q == pytest.approx(0.05, rel=1e-12)
@@ -179,14 +192,18 @@ def test_micro_batch_scope_needs_no_preparation_and_uses_its_own_quantile() -> N
 def test_diagnostics() -> None:
     problem = random_problem(6, discrepancy=0.15, staleness=0.1, lengths=(300, 500))
     of = objective("sat")
-    shares = of.summarise(run(of, problem)[0].stats)
+    shares = metrics_of(of, run(of, problem)[0])
     d, _, _, _, q = token_terms(problem)
     c = torch.where(d.abs() > q, 1 / (1 + (d / q) ** 2), 1.0)
     assert shares["sat/q"] == pytest.approx(q, rel=1e-12)
     assert shares["sat/gate_rate"] == pytest.approx((d.abs() > q).double().mean().item(), rel=1e-12)
     assert shares["sat/min_c"] == pytest.approx(c.min().item(), rel=0.065)  # a histogram bin
-    assert shares["sat/epsilon_high"] == pytest.approx((EPS * torch.where(d > 0, c, 1.0)).mean().item(), rel=1e-12)
-    assert shares["sat/epsilon_low"] == pytest.approx((EPS * torch.where(d < 0, c, 1.0)).mean().item(), rel=1e-12)
+    assert shares["sat/epsilon_high"] == pytest.approx(
+        (EPS * torch.where(d > 0, c, 1.0)).mean().item(), rel=1e-12
+    )
+    assert shares["sat/epsilon_low"] == pytest.approx(
+        (EPS * torch.where(d < 0, c, 1.0)).mean().item(), rel=1e-12
+    )
 
 
 def test_nothing_is_gated_when_the_policy_has_not_moved() -> None:
@@ -195,7 +212,7 @@ def test_nothing_is_gated_when_the_policy_has_not_moved() -> None:
     of = objective("sat")
     output, gradient = run(of, problem)
     ppo, ppo_gradient = run(objective("ppo"), problem)
-    assert of.summarise(output.stats)["sat/gate_rate"] == 0.0
+    assert metrics_of(of, output)["sat/gate_rate"] == 0.0
     torch.testing.assert_close(output.loss, ppo.loss, rtol=0, atol=0)
     torch.testing.assert_close(gradient, ppo_gradient, rtol=0, atol=0)
 
@@ -215,7 +232,9 @@ def test_m2po_moment_is_that_of_the_global_batch() -> None:
     of = objective("m2po", anchor="start")
     other = torch.tensor([3.0, 2.0], dtype=torch.float64)
     own = of.prepare(problem.batch, problem.logprobs, alone).statistic["tau"]
-    both = of.prepare(problem.batch, problem.logprobs, lambda values: torch.cat([values, other])).statistic["tau"]
+    both = of.prepare(problem.batch, problem.logprobs, lambda values: torch.cat([values, other])).statistic[
+        "tau"
+    ]
     assert both < own
 
 

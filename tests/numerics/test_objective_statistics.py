@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.objectives import TokenBatch
 from megatron_async.objectives.statistics import BINS, SIZE, bin_value, histogram_quantile, summarise
-from tests.numerics.objective_batches import Problem, objective, random_problem, run
+from tests.numerics.objective_batches import Problem, metrics_of, objective, random_problem, run
 
 FLOAT32 = 2e-6  # per-token magnitudes are float32, sums float64
 
@@ -18,7 +18,9 @@ FLOAT32 = 2e-6  # per-token magnitudes are float32, sums float64
 def direct(problem: Problem, rows: np.ndarray) -> dict[str, float]:
     """decoupled's metrics over the selected action tokens, from the definitions."""
     batch = problem.batch
-    live, mu, old = (x.numpy()[rows] for x in (problem.logprobs, batch.rollout_logprobs, batch.anchor_logprobs))
+    live, mu, old = (
+        x.numpy()[rows] for x in (problem.logprobs, batch.rollout_logprobs, batch.anchor_logprobs)
+    )
     advantage = batch.advantages.numpy()[rows]
     log_d, log_s, log_r = old - mu, live - old, live - mu
     masked = (np.exp(log_d) < 0.99) | (np.exp(log_d) > 1.01)
@@ -46,7 +48,7 @@ def problem() -> Problem:
 
 def test_metrics_equal_their_definitions_in_total_and_by_gap(problem: Problem) -> None:
     of = objective("decoupled", anchor="snapshot")
-    metrics = of.summarise(run(of, problem)[0].stats)
+    metrics = metrics_of(of, run(of, problem)[0])
     action, gap = problem.action.numpy(), problem.batch.version_gap.numpy()
     for label, rows in {"": action, **{f"/gap_{n}": action & (gap == n) for n in range(4)}}.items():
         expected = direct(problem, np.flatnonzero(rows))
@@ -59,9 +61,16 @@ def test_metrics_equal_their_definitions_in_total_and_by_gap(problem: Problem) -
 
 def test_p99_is_within_a_bin_of_the_exact_quantile(problem: Problem) -> None:
     of = objective("decoupled", anchor="snapshot")
-    metrics = of.summarise(run(of, problem)[0].stats)
-    live, mu, old = (x[problem.action] for x in (problem.logprobs, problem.batch.rollout_logprobs, problem.batch.anchor_logprobs))
-    for name, values in {"log_discrepancy": old - mu, "log_staleness": live - old, "log_total": live - mu}.items():
+    metrics = metrics_of(of, run(of, problem)[0])
+    live, mu, old = (
+        x[problem.action]
+        for x in (problem.logprobs, problem.batch.rollout_logprobs, problem.batch.anchor_logprobs)
+    )
+    for name, values in {
+        "log_discrepancy": old - mu,
+        "log_staleness": live - old,
+        "log_total": live - mu,
+    }.items():
         exact = np.quantile(values.abs().numpy(), 0.99, method="inverted_cdf")
         assert metrics[f"{name}/p99_abs"] == pytest.approx(exact, rel=0.065)
 
@@ -93,11 +102,13 @@ def test_one_vector_of_fixed_size_is_all_there_is_to_reduce() -> None:
 
 
 def test_staleness_in_versions_and_seconds(problem: Problem) -> None:
-    gap = torch.where(problem.action, torch.arange(problem.logprobs.numel()) % 12, 10_000)  # padding must not count
+    gap = torch.where(
+        problem.action, torch.arange(problem.logprobs.numel()) % 12, 10_000
+    )  # padding must not count
     age = torch.where(problem.action, 3.0 + gap.double(), torch.nan)
     batch = replace(problem.batch, version_gap=gap, age_seconds=age)
     of = objective("ppo")
-    metrics = of.summarise(run(of, Problem(problem.logprobs, batch))[0].stats)
+    metrics = metrics_of(of, run(of, Problem(problem.logprobs, batch))[0])
     on = problem.action
     assert metrics["staleness/versions_min"] == 0.0
     assert metrics["staleness/versions_max"] == 11.0
@@ -111,12 +122,19 @@ def test_staleness_in_versions_and_seconds(problem: Problem) -> None:
 def test_shares_of_exact_approximate_and_absent_anchors(problem: Problem) -> None:
     """`start` is exact at gap 0; a NaN anchor is absent."""
     missing = problem.action & (problem.batch.version_gap == 3)
-    batch = replace(problem.batch, anchor_logprobs=problem.batch.anchor_logprobs.masked_fill(missing, torch.nan))
+    batch = replace(
+        problem.batch, anchor_logprobs=problem.batch.anchor_logprobs.masked_fill(missing, torch.nan)
+    )
     of = objective("tis", anchor="start")
-    metrics = of.summarise(run(of, Problem(problem.logprobs, batch))[0].stats)
-    shares = {n: (problem.action & (batch.version_gap == n)).sum().item() / int(problem.action.sum()) for n in range(4)}
+    metrics = metrics_of(of, run(of, Problem(problem.logprobs, batch))[0])
+    shares = {
+        n: (problem.action & (batch.version_gap == n)).sum().item() / int(problem.action.sum())
+        for n in range(4)
+    }
     got = {name: metrics[f"anchor/{name}"] for name in ("exact", "approximate", "absent")}
-    assert got == pytest.approx({"exact": shares[0], "approximate": shares[1] + shares[2], "absent": shares[3]})
+    assert got == pytest.approx(
+        {"exact": shares[0], "approximate": shares[1] + shares[2], "absent": shares[3]}
+    )
 
 
 def test_flagged_tokens_override_the_anchors_name(problem: Problem) -> None:
@@ -124,7 +142,7 @@ def test_flagged_tokens_override_the_anchors_name(problem: Problem) -> None:
     flagged = torch.arange(problem.logprobs.numel()) % 2 == 0
     batch = replace(problem.batch, anchor_exact=~flagged)
     of = objective("decoupled", anchor="snapshot")
-    metrics = of.summarise(run(of, Problem(problem.logprobs, batch))[0].stats)
+    metrics = metrics_of(of, run(of, Problem(problem.logprobs, batch))[0])
     expected = (problem.action & ~flagged).sum().item() / int(problem.action.sum())
     assert metrics["anchor/exact"] == pytest.approx(expected)
 
@@ -137,5 +155,7 @@ def test_metrics_can_be_left_out_and_an_empty_vector_says_nothing() -> None:
 
     output = of.loss(problem.logprobs, batch, Normaliser.count(batch), metrics=False)
     assert output.stats == {}
-    assert of.summarise(output.stats) == {}
+    assert metrics_of(of, output) == {}
     assert summarise(torch.zeros(SIZE)) == {}
+    counted = run(of, problem)[0]
+    assert all(name.startswith("objective/") for name in of.summarise(counted.stats))

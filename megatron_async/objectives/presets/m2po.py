@@ -29,7 +29,11 @@ class M2po(Preset):
     def statistic(self, tokens: Tokens, gather: Gather) -> dict[str, Tensor]:
         log_ratio = tokens.log_staleness
         harmful = (log_ratio * tokens.advantages > 0).logical_and_(tokens.active)
-        return {"tau": truncation_for_second_moment(gather(log_ratio[harmful].abs()), self.number("second_moment"))}
+        return {
+            "tau": truncation_for_second_moment(
+                gather(log_ratio[harmful].abs()), self.number("second_moment")
+            )
+        }
 
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio, tau = tokens.log_staleness, statistic["tau"].to(tokens.logprobs.dtype)

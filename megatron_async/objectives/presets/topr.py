@@ -15,6 +15,7 @@ class Topr(Preset):
     needs = frozenset({"rewards"})
     equation = "sg[1 if reward > 0 else clip(r_s, 0, 1)] · Â·log π"
     surrogate = "Â·log π"
+    weight_text = "1 if reward > 0, else min(r_s, 1)"
 
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         if tokens.batch.rewards is None:
