@@ -17,6 +17,7 @@ from megatron_async.rollout.environments.desk_agents import CAREFUL, Habits, Scr
 from megatron_async.rollout.environments.desk_policy import OUTCOMES, POLICIES, DeskPolicy, judge, policy_from
 from megatron_async.rollout.environments.desk_world import (
     AMOUNTS,
+    ORDER_IDS,
     TOOL_ARGUMENTS,
     TOOLS,
     DeskDatabase,
@@ -73,27 +74,27 @@ def test_sloppy_agents_lose_what_they_skip() -> None:
     def success(habits: Habits) -> float:
         return sum(play(task, script(task.opening, policy, habits)) for task in tasks) / len(tasks)
 
-    # A quarter of the orders are somebody else's. Without the record no amount is known, except where only the status
-    # is asked (20 %). A third of the others are pending, and not acting on somebody else's is right whatever the
-    # status. Tolerances: four standard errors of 500 draws.
+    # A quarter of the orders are somebody else's, and refused whatever their state. Of the own ones, without the record
+    # no amount is known, except where only the status is asked (20 %); with it, a third of the others are pending.
+    # Tolerances: four standard errors of 500 draws.
     assert success(Habits(skip_user=True)) == pytest.approx(0.75, abs=0.08)
-    assert success(Habits(skip_order=True)) == pytest.approx(0.20, abs=0.075)
+    assert success(Habits(skip_order=True)) == pytest.approx(0.25 + 0.75 * 0.2, abs=0.09)
     assert success(Habits(ignore_status=True)) == pytest.approx(0.25 + 0.75 * (0.2 + 0.8 / 3), abs=0.09)
 
 
 def test_no_constant_reply_reaches_two_percent() -> None:
     tasks = [draw_task(number, DeskPolicy()) for number in range(4000)]
-    words = [f"{outcome} {amount}" for outcome in OUTCOMES for amount in AMOUNTS]
+    words = [f"{outcome} {fact}" for outcome in OUTCOMES for fact in (*AMOUNTS, *ORDER_IDS)]
     replies = [f"{opening} {word}" for word in words for opening in ("cannot,", "status is")]
     # A constant reply that does not close the case changes nothing and leaves no content user: closing ones are best.
     unchanged = [task for task in tasks if task.database.digest() == task.gold_digest]
     hits = {
-        reply: sum(f"{task.outcome} {task.amount}" in reply for task in unchanged) / len(tasks)
+        reply: sum(f"{task.outcome} {task.fact}" in reply for task in unchanged) / len(tasks)
         for reply in replies
     }
     best = max(hits, key=lambda reply: hits[reply])
     assert 0 < hits[best] < 0.02
-    winner = next(task for task in unchanged if f"{task.outcome} {task.amount}" in best)
+    winner = next(task for task in unchanged if f"{task.outcome} {task.fact}" in best)
     desk = DeskEnvironment(winner)
     assert say(desk, best).done
     assert reward_and_info(desk)[0] == 1.0  # the count above is what the environment pays
@@ -102,9 +103,9 @@ def test_no_constant_reply_reaches_two_percent() -> None:
 def test_a_reply_that_names_everything_is_not_the_right_one() -> None:
     task = find_task(DeskPolicy(), intent="status", outcome="shipped")
     for reply, expected in (
-        (f"status is shipped {task.amount}", 1.0),
-        (f"status is shipped pending {task.amount}", 0.0),
-        (f"status is shipped {task.amount} 48" if task.amount != 48 else "status is shipped 48 46", 0.0),
+        (f"status is shipped {task.fact}", 1.0),
+        (f"status is shipped pending {task.fact}", 0.0),
+        (f"status is shipped {task.fact} 48" if task.fact != "48" else "status is shipped 48 46", 0.0),
         ("status is shipped", 0.0),
     ):
         desk = DeskEnvironment(task)
@@ -112,10 +113,22 @@ def test_a_reply_that_names_everything_is_not_the_right_one() -> None:
         assert reward_and_info(desk)[0] == expected, reply
 
 
+def test_nothing_is_told_about_orders_of_others() -> None:
+    task = find_task(DeskPolicy(), outcome="yours")
+    amount = task.database.orders[task.order_id]["amount"]
+    for reply, expected in (
+        (f"cannot, not yours {task.order_id}", 1.0),
+        (f"cannot, not yours {task.order_id} {amount}", 0.0),
+    ):
+        desk = DeskEnvironment(task)
+        say(desk, reply)
+        assert reward_and_info(desk)[0] == expected
+
+
 def test_success_needs_database_words_and_a_content_user() -> None:
     task = find_task(DeskPolicy(), intent="cancel", outcome="refund")
     said_only = DeskEnvironment(task)
-    say(said_only, f"done, refund {task.amount}")
+    say(said_only, f"done, refund {task.fact}")
     assert reward_and_info(said_only)[1] | {"intent": ""} == {
         "database": False, "said": True, "ended": True, "termination": "user_content", "intent": "",
     }  # fmt: skip
@@ -123,7 +136,7 @@ def test_success_needs_database_words_and_a_content_user() -> None:
     call(done_only, "cancel_order", order_id=task.order_id)
     assert reward_and_info(done_only)[0] == 0.0  # cut before the user heard of it
     assert reward_and_info(done_only)[1]["termination"] == "cut"
-    say(done_only, f"done, refund {task.amount}")
+    say(done_only, f"done, refund {task.fact}")
     assert reward_and_info(done_only)[0] == 1.0
 
 
@@ -143,10 +156,11 @@ def test_user_tells_what_is_asked_and_loses_patience() -> None:
 
 def test_tools_do_not_enforce_the_policy() -> None:
     task = find_task(DeskPolicy(), outcome="yours")
+    amount = task.database.orders[task.order_id]["amount"]
     desk = DeskEnvironment(task)
-    assert call(desk, "cancel_order", order_id=task.order_id) == {"refund": task.amount}
+    assert call(desk, "cancel_order", order_id=task.order_id) == {"refund": amount}
     assert call(desk, "get_order", order_id=task.order_id)["status"] == "cancelled"
-    say(desk, f"cannot, not yours {task.amount}")
+    say(desk, f"cannot, not yours {task.fact}")
     assert reward_and_info(desk)[1]["database"] is False
 
 

@@ -4,7 +4,8 @@ A system prompt states a policy, five tools read and change a small database wit
 reveals facts when asked. An episode succeeds (reward 1, else 0) when all three hold:
 
     database    the final database equals the gold one, compared by digest;
-    said        the reply that ended the conversation names the right outcome and the right amount, and no other;
+    said        the reply that ended the conversation names the right outcome and the right fact (the order's amount, or
+                its id where the order is somebody else's), and no other;
     ended       the user ended it, content (not the turn limit, a malformed turn, or a user out of patience).
 
 Invariants
@@ -31,7 +32,7 @@ HELDOUT_TASKS = 10_000
 TRAIN_TASKS = 990_000
 
 _OUTCOME = re.compile(rf"\b(?:{'|'.join(OUTCOMES)})\b")
-_AMOUNT = re.compile(r"\b\d+\b")
+_FACT = re.compile(r"\b(?:\d+|[A-Z]\d)\b")
 _CLOSING = re.compile(r"\bdone\b|\bcannot\b|\bstatus is\b")
 
 
@@ -106,11 +107,9 @@ class DeskEnvironment:
 
     async def reward(self) -> tuple[float, dict[str, Any]]:
         """1.0 for success, else 0.0; info holds the three parts and how the conversation ended."""
-        outcomes = set(_OUTCOME.findall(self._last_reply.lower()))
-        amounts = set(_AMOUNT.findall(self._last_reply))
         info: dict[str, Any] = {
             "database": self._database.digest() == self.task.gold_digest,
-            "said": outcomes == {self.task.outcome} and amounts == {str(self.task.amount)},
+            "said": self._said(),
             "ended": self._user.left == "content",
             "termination": self._termination(),
             "intent": self.task.intent,
@@ -121,6 +120,15 @@ class DeskEnvironment:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+    def _said(self) -> bool:
+        outcomes = set(_OUTCOME.findall(self._last_reply.lower()))
+        facts = set(_FACT.findall(self._last_reply))
+        # The id of the order in question may always stand beside the fact.
+        return outcomes == {self.task.outcome} and self.task.fact in facts <= {
+            self.task.fact,
+            self.task.order_id,
+        }
 
     def _termination(self) -> str:
         if self._malformed is not None:

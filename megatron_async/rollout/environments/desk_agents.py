@@ -73,19 +73,20 @@ def script(opening: str, policy: DeskPolicy, habits: Habits = CAREFUL) -> Script
     intent = _intent(opening)
     found = _ORDER_ID.search(opening)
     order_id = found.group() if found else _last_word((yield _say("which order?")))
-    own_orders = None
     if not habits.skip_user:
         name = _last_word((yield _say("your name?")))
-        own_orders = json.loads((yield _call("find_user", name=name)))["orders"]
+        user = json.loads((yield _call("find_user", name=name)))
+        if order_id not in user["orders"]:
+            yield _say(f"cannot, not {judge(policy, intent, '', owned=False).outcome} {order_id}")
+            return
     order: dict[str, Any] = {"status": "pending", "amount": ""}
     if not habits.skip_order or intent == "status":
         order = json.loads((yield _call("get_order", order_id=order_id)))
-    owned = own_orders is None or order_id in own_orders
     acts_on = "pending" if habits.ignore_status and intent != "status" else order["status"]
-    verdict = judge(policy, intent, acts_on, owned=owned)
+    verdict = judge(policy, intent, acts_on, owned=True)
     if verdict.action != "none" and policy.confirm_changes:
         sure = (yield _say("are you sure?")) == "yes"
-        verdict = judge(policy, intent, acts_on, owned=owned, sure=sure)
+        verdict = judge(policy, intent, acts_on, owned=True, sure=sure)
     if verdict.action == "resize_order":
         size = _last_word((yield _say("which size?")))
         yield _call("resize_order", order_id=order_id, size=size)
@@ -101,13 +102,12 @@ def _intent(opening: str) -> Intent:
 
 
 def _closing(intent: Intent, verdict: Verdict, amount: int | str) -> str:
-    outcome = "not yours" if verdict.outcome == "yours" else verdict.outcome
     if verdict.action != "none":
-        text = f"done, {outcome} {amount}"
-    elif intent == "status" and verdict.outcome != "yours":
-        text = f"status is {outcome} {amount}"
+        text = f"done, {verdict.outcome} {amount}"
+    elif intent == "status":
+        text = f"status is {verdict.outcome} {amount}"
     else:
-        text = f"cannot, {outcome} {amount}"
+        text = f"cannot, {verdict.outcome} {amount}"
     return text.strip()
 
 
@@ -141,4 +141,5 @@ def speech() -> list[str]:
         for intent in OPENINGS
         for amount in ("", 10)
     ]
+    closings += ["cannot, not yours A0"] * len(OPENINGS)
     return [*openings, *(f"{line} A0" for line in openings), *answers, *questions, *closings]

@@ -20,10 +20,10 @@ Action = Literal["none", "cancel_order", "return_order", "resize_order"]
 ROLE_CLAUSE = "You work at the order desk of a shop."
 COMMON_CLAUSES = (
     "Verify the name of the user and look at the order before you act.",
-    "Never act on an order of somebody else.",
+    "If the order is somebody else's, refuse and tell nothing but its id.",
     "Only pending orders may be resized.",
     "A delivered order is returned instead of cancelled; a shipped order is left alone.",
-    "In your last reply say the outcome and the amount of the order.",
+    "Else say the outcome and the amount of the order in your last reply.",
 )
 CANCEL_CLAUSES = {
     "cancel": "A pending order may be cancelled.",

@@ -135,7 +135,8 @@ class DeskTask:
     """One case: who wants what, the database, and what must be true at the end.
 
     `sure` is the user's answer when asked to confirm a change. `gold_digest` is the digest of the right final
-    database; `outcome` and `amount` are what the last reply must say.
+    database. The last reply must say `outcome` and `fact`: the amount of the order, or its id where it is not the
+    user's and nothing else about it may be told.
     """
 
     number: int
@@ -149,7 +150,7 @@ class DeskTask:
     sure: bool
     gold_digest: str
     outcome: str
-    amount: int
+    fact: str
 
 
 def draw_task(number: int, policy: DeskPolicy) -> DeskTask:
@@ -176,7 +177,7 @@ def draw_task(number: int, policy: DeskPolicy) -> DeskTask:
         gold.call(ToolCall(verdict.action, {key: arguments[key] for key in TOOL_ARGUMENTS[verdict.action]}))
     return DeskTask(
         number, policy, database, names[0], intent, order_id, size, opening, sure,
-        gold.digest(), verdict.outcome, order["amount"],
+        gold.digest(), verdict.outcome, str(order["amount"]) if owned else order_id,
     )  # fmt: skip
 
 
