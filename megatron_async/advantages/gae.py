@@ -28,7 +28,9 @@ def _actions_in_order(action_mask: Tensor, sequence_ids: Tensor) -> tuple[Tensor
     return positions[order], owner[order]
 
 
-def _rewards_on_actions(rewards: Tensor, action_mask: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+def _rewards_on_actions(
+    rewards: Tensor, action_mask: Tensor, sequence_ids: Tensor, positions: Tensor
+) -> Tensor:
     """Rewards [A] of the action tokens in packed order, each observation's reward moved to the action before it."""
     at = torch.arange(rewards.numel(), device=rewards.device)
     last_action = torch.where(action_mask, at, -1).cummax(dim=0).values
@@ -36,7 +38,9 @@ def _rewards_on_actions(rewards: Tensor, action_mask: Tensor, sequence_ids: Tens
     same = (last_action >= 0) & (sequence_ids[last_action.clamp(min=0)] == sequence_ids)
     moved.index_add_(0, torch.where(same, last_action, rewards.numel()), torch.nan_to_num(rewards))
     if bool((torch.nan_to_num(rewards)[~same] != 0).any()):
-        raise ValueError("a reward stands on a token before the first action of its sequence; nothing earned it")
+        raise ValueError(
+            "a reward stands on a token before the first action of its sequence; nothing earned it"
+        )
     return moved[positions]
 
 
@@ -91,7 +95,9 @@ def _discounted_suffix_sums(delta: Tensor, decay: Tensor) -> Tensor:
     return total
 
 
-def step_values(values: Tensor, action_mask: Tensor, sequence_ids: Tensor, turn_ids: Tensor, kind: str) -> Tensor:
+def step_values(
+    values: Tensor, action_mask: Tensor, sequence_ids: Tensor, turn_ids: Tensor, kind: str
+) -> Tensor:
     """V of a whole turn, given to each of its action tokens, [T]; 0 off them.
 
     turn_ids: [T], equal within a turn, unique within a sequence. kind: "mean" or "last" token of the turn.
@@ -101,7 +107,9 @@ def step_values(values: Tensor, action_mask: Tensor, sequence_ids: Tensor, turn_
     turns = int(turn_ids.max()) - int(turn_ids.min()) + 1 if turn_ids.numel() else 1
     steps = Segments.of(Segments.of(sequence_ids).index * turns + (turn_ids - turn_ids.min()))
     if kind == "mean":
-        per_step = steps.total(torch.where(action_mask, values, 0.0)) / steps.total(action_mask).clamp(min=1.0)
+        per_step = steps.total(torch.where(action_mask, values, 0.0)) / steps.total(action_mask).clamp(
+            min=1.0
+        )
     else:
         positions = torch.nonzero(action_mask).squeeze(-1)
         last = torch.full((steps.number,), -1, dtype=torch.int64, device=values.device)

@@ -196,9 +196,9 @@ class Objective:
             return batch.anchor_exact.bool()
         if self.anchor.exact:
             return torch.ones_like(batch.action_mask, dtype=torch.bool)
-        return (
-            batch.version_gap == 0 if self.config.anchor == "start" else torch.zeros_like(batch.action_mask)
-        )
+        if self.config.anchor == "start":
+            return batch.version_gap == 0
+        return torch.zeros_like(batch.action_mask, dtype=torch.bool)
 
     def summarise(self, stats: dict[str, Tensor]) -> dict[str, float]:
         """Named metrics of the step from the summed `LossOutput.stats`; see docs/metrics.md."""

@@ -45,8 +45,10 @@ class Segments:
         sums = torch.zeros(self.number, dtype=torch.float64, device=values.device)
         if values.numel() == 0:
             return sums
-        by_run = torch.segment_reduce(values.double(), "sum", lengths=self.run_lengths, unsafe=True)
-        return sums.index_add_(0, self.run_segment, by_run)
+        # counts are exact in float32 up to 2^24 tokens of one run
+        exact = values.float() if values.dtype == torch.bool else values.double()
+        by_run = torch.segment_reduce(exact, "sum", lengths=self.run_lengths, unsafe=True)
+        return sums.index_add_(0, self.run_segment, by_run.double())
 
     def spread(self, per_segment: Tensor, dtype: torch.dtype) -> Tensor:
         """[T]: each token's entry of `per_segment` [number]."""

@@ -35,7 +35,8 @@ class ActiveFractionReset:
     def __init__(self, threshold: float = 0.9, patience: int = 1) -> None:
         if not 0.0 <= threshold <= 1.0 or patience < 1:
             raise ValueError(
-                f"reset_threshold is {threshold} and reset_patience {patience}; need a share in [0, 1] and at least 1 step"
+                f"reset_threshold is {threshold} and reset_patience {patience}; need a share in [0, 1] and "
+                "at least 1 step"
             )
         self.threshold = threshold
         self.patience = int(patience)

@@ -158,6 +158,17 @@ def test_a_micro_batch_without_an_action_token_adds_zero(name: str) -> None:
     assert metrics_of(of, output) == {}
 
 
+def test_a_batch_whose_every_token_is_rejected_has_exactly_no_gradient() -> None:
+    """Field bug 14: an exact zero is what makes the engine skip the step; Adam's momentum would move the weights."""
+    problem = random_problem(2, discrepancy=0.0)
+    shifted = replace(problem.batch, rollout_logprobs=problem.batch.rollout_logprobs - 5.0)
+    of = objective("decoupled", anchor="snapshot")
+    output, gradient = run(of, Problem(problem.logprobs, shifted))
+    assert output.loss.item() == 0.0
+    assert torch.count_nonzero(gradient) == 0
+    assert metrics_of(of, output)["masked"] == 1.0
+
+
 def test_a_batch_that_accepts_no_token_says_so() -> None:
     """Field bug 14, second half: no step, and a message."""
     problem = random_problem(2, discrepancy=0.0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.objectives import TokenBatch
-from megatron_async.objectives.statistics import BINS, SIZE, bin_value, histogram_quantile, summarise
+from megatron_async.objectives import Normaliser, TokenBatch
+from megatron_async.objectives.statistics import BINS, SIZE, _bins, bin_value, histogram_quantile, summarise
 from tests.numerics.objective_batches import Problem, metrics_of, objective, random_problem, run
 
 FLOAT32 = 2e-6  # per-token magnitudes are float32, sums float64
@@ -76,8 +76,6 @@ def test_p99_is_within_a_bin_of_the_exact_quantile(problem: Problem) -> None:
 
 
 def test_every_bin_holds_its_own_middle() -> None:
-    from megatron_async.objectives.statistics import _bins
-
     middles = torch.tensor([bin_value(index) for index in range(BINS)])
     assert _bins(middles).tolist() == list(range(BINS))
     extremes = torch.tensor([0.0, 1e-30, 1e30])
@@ -151,8 +149,6 @@ def test_metrics_can_be_left_out_and_an_empty_vector_says_nothing() -> None:
     problem = random_problem(1)
     of = objective("ppo")
     batch: TokenBatch = problem.batch
-    from megatron_async.objectives import Normaliser
-
     output = of.loss(problem.logprobs, batch, Normaliser.count(batch), metrics=False)
     assert output.stats == {}
     assert metrics_of(of, output) == {}
