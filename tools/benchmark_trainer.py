@@ -28,8 +28,7 @@ from torch import Tensor
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megatron_async.engine import platform
-from megatron_async.engine.hf_config import HFConfig
-from megatron_async.engine.model import DTYPES, build_chunks, transformer_config
+from megatron_async.engine.model import DTYPES
 from megatron_async.engine.optimizer import Optimizer, wrap_ddp
 from megatron_async.engine.packing import pack
 from megatron_async.engine.policy import Policy
@@ -71,11 +70,9 @@ class BareLoop:
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, trainer: TrainerConfig, batches: list[MicroBatch]
     ) -> None:
-        hf = HFConfig.from_pretrained(model.path)
-        config = transformer_config(hf, model, layout, trainer)
-        chunks = build_chunks(hf, config)
-        for parameter in chunks[0].parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
+        # The same weights as the policy's, so that tokens are routed alike.
+        scorer = Policy.build(model, layout, trainer)
+        config, chunks = scorer.transformer_config, scorer.models
         distributed = trainer.use_distributed_optimizer
         self.chunk = wrap_ddp(config, chunks, distributed_optimizer=distributed)[0]
         self.optimizer = Optimizer(
@@ -171,10 +168,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="", help="checkpoint directory (default: a new tiny Qwen3-MoE)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--longest", type=int, default=384, help="longest sequence, in tokens")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/trainer.json")

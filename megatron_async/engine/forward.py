@@ -38,12 +38,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         local_targets = targets - first
         inside = (local_targets >= 0) & (local_targets < logits.shape[-1])
         local_targets = local_targets.clamp(0, logits.shape[-1] - 1)
-        scale = inverse_temperature.float()[:, None]
-        maximum = logits.amax(-1).float() * scale[:, 0]
+        scale = inverse_temperature.float()
+        maximum = logits.amax(-1).float() * scale
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
         sums = torch.zeros(3, len(targets), dtype=torch.float32, device=logits.device)
         for rows in _chunks(len(targets), chunk):
-            shifted = logits[rows].float() * scale[rows] - maximum[rows, None]
+            shifted = _scaled_minus(logits[rows], scale[rows], maximum[rows])
             picked = shifted.gather(-1, local_targets[rows, None])[:, 0]
             sums[1, rows] = picked.where(inside[rows], 0.0)
             exponentials = shifted.exp()
@@ -54,26 +54,34 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         log_z = sums[0].log()
         entropies = log_z - sums[2] / sums[0] if entropy else torch.zeros_like(log_z)
         ctx.save_for_backward(logits, local_targets, inside, scale, maximum + log_z, entropies)
-        ctx.chunk, ctx.entropy = chunk, entropy
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
         return sums[1] - log_z, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local_targets, inside, scale, log_z, entropies = ctx.saved_tensors
-        logprob_gradient, entropy_gradient = (g.float() for g in gradients)
+        # None where the loss does not depend on the entropy (or on the log-probs) at all.
+        logprob_gradient, entropy_gradient = (None if g is None else g.float() * scale for g in gradients)
+        if logprob_gradient is None:
+            logprob_gradient = torch.zeros_like(log_z)
         result = torch.empty_like(logits)
         for rows in _chunks(len(local_targets), ctx.chunk):
-            log_p = logits[rows].float() * scale[rows] - log_z[rows, None]
-            if ctx.entropy:
-                weight = log_p + entropies[rows, None]
-                weight = weight.mul_(entropy_gradient[rows, None]).add_(logprob_gradient[rows, None])
-                gradient = log_p.exp_().mul_(weight).neg_()
-            else:
+            log_p = _scaled_minus(logits[rows], scale[rows], log_z[rows])
+            if entropy_gradient is None:
                 gradient = log_p.exp_().mul_(-logprob_gradient[rows, None])
+            else:
+                weight = (log_p + entropies[rows, None]).mul_(entropy_gradient[rows, None])
+                gradient = log_p.exp_().mul_(weight.add_(logprob_gradient[rows, None]).neg_())
             at_target = logprob_gradient[rows].where(inside[rows], 0.0)
             gradient.scatter_add_(-1, local_targets[rows, None], at_target[:, None])
-            result[rows] = gradient.mul_(scale[rows])
+            result[rows] = gradient
         return result, None, None, None, None, None
+
+
+def _scaled_minus(logits: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """logits · scale − offset per row, in fp32 and one pass over the memory."""
+    return torch.addcmul(-offset[:, None], logits.float(), scale[:, None])
 
 
 def _chunks(length: int, size: int) -> list[slice]:

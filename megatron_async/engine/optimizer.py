@@ -8,6 +8,7 @@ Invariants:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,8 @@ class Optimizer:
         distributed: bool,
     ) -> None:
         self.config = config
+        self._chunks = chunks
+        self._distributed = distributed
         megatron_config = MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -132,10 +135,38 @@ class Optimizer:
         return StepOutcome(norm, self._lr(), None)
 
     def _clip(self, norm: float) -> None:
-        for inner in self.megatron.chained_optimizers:
-            parameters = [] if getattr(inner, "is_stub_optimizer", False) else inner.get_parameters()
+        for inner in self._inner_optimizers():
+            parameters = inner.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=norm)
+
+    def _inner_optimizers(self) -> list[Any]:
+        """Those that hold parameters on this rank."""
+        inner = self.megatron.chained_optimizers
+        return [optimizer for optimizer in inner if not getattr(optimizer, "is_stub_optimizer", False)]
+
+    def masters(self) -> list[torch.Tensor]:
+        """The fp32 weights that steps are made on, live: this rank's shard, in an order that never changes."""
+        return [master for inner in self._inner_optimizers() for master in inner.get_parameters()]
+
+    @torch.no_grad()
+    def exchange_masters(self, values: Sequence[torch.Tensor]) -> None:
+        """Swap the masters' contents with those of `values` and put them into the model; collective.
+
+        Done twice it changes no bit: the model's weights are the masters rounded, before and after. values: fp32, in
+        the order and shapes of `masters`; they hold the masters meanwhile.
+        """
+        for master, value in zip(self.masters(), values, strict=True):
+            kept = master.detach().clone()
+            master.copy_(value)
+            value.copy_(kept)
+        for inner in self._inner_optimizers():
+            # Masters of fp32 weights are the weights themselves, and Megatron's plain fp32 optimiser has no such copy.
+            if hasattr(inner, "_copy_main_params_to_model_params"):
+                inner._copy_main_params_to_model_params()
+        if self._distributed:
+            for chunk in self._chunks:
+                chunk.start_param_sync()
 
     def _lr(self) -> float:
         return float(self.megatron.param_groups[0]["lr"]) if self.num_steps else 0.0

@@ -176,20 +176,17 @@ class Policy:
             PackingError, TokenError: as ``logprobs``.
             RuntimeError: built without an optimiser.
         """
-        if self.optimizer is None:
-            raise RuntimeError(
-                "this policy was built without an optimiser; pass an OptimizerConfig to Policy.build"
-            )
+        optimizer = self._required_optimizer()
         watch = _Stopwatch()
         batch, plan = self._plan(sequences)
         inactive = _without_active_tokens(batch)
         watch.lap("pack")
         for chunk in self.chunks:
             chunk.train()
-        self.optimizer.zero_grad(self.chunks)
+        optimizer.zero_grad(self.chunks)
         result = self._run(batch, plan, _no_loss if inactive else loss_fn, entropy=True)
         watch.lap("forward_backward")
-        outcome = self.optimizer.step(skip=inactive)
+        outcome = optimizer.step(skip=inactive)
         watch.lap("optimizer")
         gathered = result.gather_tokens(batch.num_tokens, self._device)
         loss, stats = result.gather_stats()
@@ -304,6 +301,21 @@ class Policy:
         load_pieces(path, self.table, self.pieces())
         if self.optimizer is not None:
             self.optimizer.reload_weights()
+
+    def masters(self) -> list[Tensor]:
+        """The optimiser's fp32 weights, live: this rank's shard, in an order that never changes."""
+        return self._required_optimizer().masters()
+
+    def exchange_masters(self, values: list[Tensor]) -> None:
+        """Swap other fp32 weights with the masters and into the model; a second call takes it back bit for bit."""
+        self._required_optimizer().exchange_masters(values)
+
+    def _required_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                "this policy was built without an optimiser; pass an OptimizerConfig to Policy.build"
+            )
+        return self.optimizer
 
     @functools.cached_property
     def _export_plan(self) -> ExportPlan:
