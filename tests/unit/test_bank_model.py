@@ -291,5 +291,5 @@ def test_random_operations_agree_with_the_model_on_postgresql(postgresql_server:
 
 @pytest.mark.slow
 def test_many_random_operations_agree_with_the_model(postgresql_server: PostgreSQLServer) -> None:
-    reached = check_machine(postgresql_server.new_database, examples=300, random=True)
+    reached = check_machine(postgresql_server.new_database, examples=60, random=True)
     assert set(reached) >= EVENTS, reached
