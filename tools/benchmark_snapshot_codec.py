@@ -92,7 +92,8 @@ def by_density(options: Options) -> Iterator[Row]:
         for verify in ("off", "full"):
             config = settings(options, nbytes * 3, shadow=True, verify=verify)
             with SnapshotStore(tensors, version=0, config=config) as store:
-                captures, restores = [], []
+                captures: list[float] = []
+                restores: list[float] = []
                 for version in range(1, 4):
                     move(tensors, share, version)
                     captures.append(store.capture(version).seconds)
@@ -101,7 +102,7 @@ def by_density(options: Options) -> Iterator[Row]:
                     restores += there_and_back(store, 2)
                     copies.append(seconds(plain))
             results[verify] = min(restores)
-            results["capture"] = min(captures + [results.get("capture", captures[0])])
+            results["capture"] = min(*captures, results.get("capture", captures[0]))
         yield from density_rows(options, share, nbytes, min(copies), results)
 
 
@@ -161,9 +162,17 @@ def memory_rows(options: Options, lr: float, used: int, nbytes: int, changed: li
     )
     full = options.versions * nbytes
     goal = {1e-6: f"<= {1 / 16}", 1e-4: "<= 1.1"}.get(lr, "")
-    yield Row(f"memory_ratio_{name_of(lr)}", round(used / full, 4), "", goal, where + "; streamed updates, no shadow")
+    yield Row(
+        f"memory_ratio_{name_of(lr)}",
+        round(used / full, 4),
+        "",
+        goal,
+        where + "; streamed updates, no shadow",
+    )
     shadowed = (used + nbytes) / full
-    yield Row(f"memory_with_shadow_ratio_{name_of(lr)}", round(shadowed, 4), "", "", where + "; with a shadow copy")
+    yield Row(
+        f"memory_with_shadow_ratio_{name_of(lr)}", round(shadowed, 4), "", "", where + "; with a shadow copy"
+    )
 
 
 def switch_rows(
@@ -182,19 +191,25 @@ def switch_rows(
                 deltas.append(sum(there_and_back(store, newest - gap)))
                 copies.append(sum(there_and_back(full, newest - gap)))
             full.close()
-            suffix = name_of(lr) + ("" if gap == 1 else f"_gap{gap}") + ("" if verify == "full" else "_unchecked")
+            suffix = (
+                name_of(lr) + ("" if gap == 1 else f"_gap{gap}") + ("" if verify == "full" else "_unchecked")
+            )
             goal = {1e-6: "<= 0.75", 1e-4: "<= 1.1"}.get(lr, "") if gap == 1 and verify == "full" else ""
             where = (
                 f"gap {gap}, {options.parameters / 1e6:.0f} M bf16 weights, {options.threads} thread(s), digests "
-                f"{verify} on both sides; differences {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(copies):.0f} ms"
+                f"{verify} on both sides; {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(copies):.0f} ms"
             )
             yield Row(f"switch_ratio_{suffix}", round(min(deltas) / min(copies), 3), "", goal, where)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=128e6, help="weights (default 128e6)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the stores and of PyTorch's copies")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the stores and of PyTorch's copies"
+    )
     parser.add_argument("--versions", type=int, default=8, help="updates per learning rate")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()

@@ -61,7 +61,7 @@ class HostKernels:
         wide_offsets = scratch.array("wide_offsets", room, np.uint16)
         wide_values = scratch.array("wide_values", room, word)
         narrow, wide = -1, -1
-        if host_kernels.sampled_share(before, after) <= 2 * SPARSE_LIMIT:
+        if host_kernels.sampled_share(before, after) <= 1.2 * SPARSE_LIMIT:
             narrow, wide = host_kernels.encode_sparse(
                 before,
                 after,

@@ -20,6 +20,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron_async.snapshots.bits import CHUNK
@@ -88,6 +89,23 @@ def _set_bits(typing_context: Any, mask: Any) -> Any:
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
+    """Ask for the cache line of words[index], to be written soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        octet, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), octet)
+        name = "llvm.prefetch.p0" if getattr(octet, "is_opaque", False) else "llvm.prefetch.p0i8"
+        kind = ir.FunctionType(ir.VoidType(), [octet, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [pointer, *(ir.Constant(number, value) for value in (1, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(words, types.intp), generate
 
 
 @compiled
@@ -274,6 +292,19 @@ def _toggle(words: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
 
 
 @compiled
+def _toggle_ahead(words: np.ndarray, offsets: np.ndarray, values: np.ndarray, following: np.ndarray) -> None:
+    """As `_toggle` for a whole chunk, while asking for every line of the chunk that follows, in order."""
+    line = 64 // words.itemsize
+    stride = max(1, CHUNK // (2 * line) // max(1, offsets.size)) * 2 * line
+    position = 0
+    for j in range(offsets.size):
+        _prefetch(following, position)
+        _prefetch(following, position + line)
+        position = (position + stride) & (CHUNK - 1)
+        words[offsets[j]] ^= values[j]
+
+
+@compiled
 def apply_sparse(
     words: np.ndarray,
     counts: np.ndarray,
@@ -298,9 +329,13 @@ def apply_sparse(
         n = counts[c, 0]
         m = counts[c, 1]
         density = (n + m) / v.size
-        if density < READ_AHEAD_TO and (with_digest or density > READ_AHEAD_FROM):
-            seen ^= _read_through(v)
-        _toggle(v, offsets[k : k + n], values[k : k + n])
+        ahead = READ_AHEAD_FROM < density < READ_AHEAD_TO
+        if ahead and (c + 2) * CHUNK <= words.size:
+            _toggle_ahead(v, offsets[k : k + n], values[k : k + n], words[(c + 1) * CHUNK : (c + 2) * CHUNK])
+        else:
+            if with_digest and density <= READ_AHEAD_FROM:
+                seen ^= _read_through(v)
+            _toggle(v, offsets[k : k + n], values[k : k + n])
         _toggle(v, wide_offsets[e : e + m], wide_values[e : e + m])
         k += n
         e += m
