@@ -49,7 +49,8 @@ Select one by `objective.name`; the first anchor and the first weight of a row a
 | --- | --- | --- |
 {{anchors}}
 
-`ewma` is described in [ewma.md](ewma.md), `linear` and `loglinear` in [interpolated.md](interpolated.md).
+`ewma` is described in [ewma.md](ewma.md), `linear` and `loglinear` in [interpolated.md](interpolated.md). How rewards become
+advantages: [advantages.md](advantages.md).
 
 ## Every method also takes
 
