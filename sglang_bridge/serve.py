@@ -7,8 +7,11 @@ scheduler and detokenizer, and a spawned process imports this main module again 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+
+import psutil
 
 from sglang_bridge.lifetime import end_with_parent
 
@@ -27,13 +30,20 @@ def main(arguments: list[str]) -> None:
     if not platform.has_accelerator():
         arguments = cpu_backend.add_server_flags(arguments)
     from sglang.launch_server import load_plugins, prepare_server_args, run_server
-    from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     try:
         run_server(prepare_server_args(arguments))
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        _end_children()
+
+
+def _end_children() -> None:
+    """SIGKILL all processes of this server but Python's resource tracker, which then removes their semaphores."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                child.kill()
 
 
 if __name__ == "__main__":
