@@ -5,70 +5,75 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import psycopg
 
 
 def find_binaries() -> Path | None:
-    """The folder of initdb and pg_ctl, newest release first; None where PostgreSQL is not installed."""
+    """The folder of initdb and postgres, newest release first; None where PostgreSQL is not installed."""
     candidates = sorted(
         Path("/usr/lib/postgresql").glob("*/bin"), key=lambda p: int(p.parent.name), reverse=True
     )
     on_path = shutil.which("initdb")
     candidates += [Path(on_path).resolve().parent] if on_path else []
-    return next((p for p in candidates if (p / "initdb").exists() and (p / "pg_ctl").exists()), None)
+    return next((p for p in candidates if (p / "initdb").exists() and (p / "postgres").exists()), None)
 
 
 def why_unavailable() -> str:
     """Why no server can be started here, or "" when one can."""
     if find_binaries() is None:
-        return "PostgreSQL (initdb, pg_ctl) is not installed"
-    if os.geteuid() == 0 and not shutil.which("runuser"):
-        return "PostgreSQL refuses to run as root and there is no runuser"
+        return "PostgreSQL (initdb, postgres) is not installed"
+    if not shutil.which("setpriv"):
+        return "there is no setpriv, without which a killed test would leave its server behind"
     return ""
 
 
 class PostgreSQLServer:
-    """Starts when it is made; `new_database` gives URLs of empty ones; `stop` ends and deletes it."""
+    """Starts when it is made; `new_database` gives URLs of empty ones; `stop` ends and deletes it.
 
-    def __init__(self) -> None:
+    The server dies with the process that made it, however that ends. As root it runs as user postgres.
+    """
+
+    def __init__(self, start_deadline_s: float = 60) -> None:
         binaries = find_binaries()
         assert binaries is not None, why_unavailable()
-        self._binaries = binaries
-        self._prefix = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="pg-", dir="/tmp")
-        )  # a short path: sockets allow 107 bytes
-        if self._prefix:
+        self._prefix = ["setpriv", "--pdeathsig=QUIT"]
+        self._folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))  # short: socket paths allow 107 bytes
+        if os.geteuid() == 0:
+            self._prefix += ["--reuid=postgres", "--regid=postgres", "--init-groups"]
             shutil.chown(self._folder, "postgres", "postgres")
         self._numbers = itertools.count()
-        self._data = self._folder / "data"
-        self._run(
-            "initdb",
+        data = str(self._folder / "data")
+        made = self._start(
+            binaries / "initdb",
             "-D",
-            str(self._data),
+            data,
             "-U",
             "bank",
             "--auth=trust",
             "--no-sync",
-            "-E",
-            "UTF8",
+            "--encoding=UTF8",
             "--locale=C",
         )
+        assert made.wait() == 0, self._log()
         # No TCP; no fsync: these tests kill clients, not the machine.
-        settings = (
-            "listen_addresses=''",
-            f"unix_socket_directories='{self._folder}'",
+        options = (
+            "listen_addresses=",
+            f"unix_socket_directories={self._folder}",
             "fsync=off",
             "max_connections=200",
         )
-        options = " ".join(f"-c {setting}" for setting in settings)
-        self._run(
-            "pg_ctl", "-D", str(self._data), "-w", "-l", str(self._folder / "log"), "-o", options, "start"
-        )
+        settings = [part for option in options for part in ("-c", option)]
+        self._server = self._start(binaries / "postgres", "-D", data, *settings)
+        deadline = time.monotonic() + start_deadline_s
+        while not self._answers():
+            assert self._server.poll() is None and time.monotonic() < deadline, self._log()
+            time.sleep(0.05)
 
     def new_database(self) -> str:
         """Create an empty schema (much cheaper than a database) and return a URL that sees nothing else."""
@@ -88,15 +93,21 @@ class PostgreSQLServer:
             connection.execute(statement.encode())
 
     def stop(self) -> None:
-        self._run("pg_ctl", "-D", str(self._data), "-m", "immediate", "-w", "stop")
+        self._server.send_signal(signal.SIGQUIT)  # PostgreSQL's "immediate" shutdown
+        self._server.wait(timeout=60)
         shutil.rmtree(self._folder)
 
-    def _run(self, program: str, *arguments: str) -> None:
-        command = [*self._prefix, str(self._binaries / program), *arguments]
-        # A file, not a pipe: the server inherits it and would keep a pipe open.
-        with tempfile.TemporaryFile() as output:
-            code = subprocess.run(
-                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, cwd="/"
-            ).returncode
-            output.seek(0)
-            assert code == 0, f"{program} ended with {code}: {output.read().decode(errors='replace')}"
+    def _start(self, program: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        with (self._folder / "log").open("ab") as log:
+            command = [*self._prefix, str(program), *arguments]
+            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd="/")
+
+    def _answers(self) -> bool:
+        try:
+            self._execute("SELECT 1")
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def _log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")
