@@ -21,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -117,6 +118,14 @@ def check_counts(task: Task, segment: Segment, counts: np.ndarray) -> None:
         raise DamagedRecordError(
             f"entries per chunk add up to {sums.tolist()}, the segment says {[segment.narrow, segment.wide]}"
         )
+
+
+def changed_share(grid: Sequence[Task], segments: Sequence[Segment]) -> float:
+    """Share of words that differ; dense tasks, where they are not counted, count in full."""
+    counted = 0
+    for task, segment in zip(grid, segments, strict=True):
+        counted += task.length if segment.mode == Mode.DENSE else segment.narrow + segment.wide
+    return counted / max(1, sum(task.length for task in grid))
 
 
 class Kernels(Protocol):

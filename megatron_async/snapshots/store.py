@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 
 from megatron_async.snapshots.bits import check_tensors, signature
-from megatron_async.snapshots.codec import Mode
+from megatron_async.snapshots.codec import changed_share
 from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import (
     DigestMismatchError,
@@ -46,9 +46,10 @@ from megatron_async.snapshots.errors import (
 )
 from megatron_async.snapshots.history import CaptureReport, Journey, TravelReport
 from megatron_async.snapshots.ledger import Ledger, Node
+from megatron_async.snapshots.replicas import ReplicaGroup, owners_of
 from megatron_async.snapshots.settings import SnapshotConfig
 from megatron_async.snapshots.stream import encode_stream
-from megatron_async.snapshots.tiers import Record, Tiers, memory_tiers
+from megatron_async.snapshots.tiers import Record, RecordBuilder, Tiers, memory_tiers
 from megatron_async.snapshots.walker import Weights, version_digest
 
 BACKGROUND = "snapshot-capture"
@@ -63,6 +64,8 @@ class SnapshotStore:
         version: the version whose bits they hold now.
         directory: where records survive; one per rank. An existing one is opened again, and then the live weights must
             be one of its versions, or a version it has not seen.
+        replicas: the ranks that hold the same tensors, when they are to keep one copy of the history between them. A
+            capture that is refused on one of them is not taken back on the others: end the run then.
 
     Raises:
         TensorSetError, SnapshotBusyError, DamagedRecordError: see the modules `bits` and `directory`.
@@ -76,6 +79,7 @@ class SnapshotStore:
         version: int,
         config: SnapshotConfig,
         directory: Path | str | None = None,
+        replicas: ReplicaGroup | None = None,
     ) -> None:
         check_tensors(tensors)
         self.config = config
@@ -91,6 +95,9 @@ class SnapshotStore:
             compress_in_memory=config.compress_in_memory,
             disk_room=self._disk_room,
         )
+        self._replicas = replicas
+        ranks, rank = (1, 0) if replicas is None else (replicas.size, replicas.rank)
+        self._owned = [owner == rank for owner in owners_of(self._weights.specs, ranks)]
         self._ledger = Ledger(self._weights.specs, self._tiers, self._directory, config.keep_last)
         self._lock = threading.RLock()
         self._away = False
@@ -103,7 +110,7 @@ class SnapshotStore:
         except BaseException:
             self.close()
             raise
-        self._shadow = self._weights.copy() if config.shadow else None
+        self._shadow = self._weights.copy(self._owned) if config.shadow else None
 
     def _open(self, version: int) -> None:
         self._ledger.reopen()
@@ -152,7 +159,7 @@ class SnapshotStore:
     def usage(self) -> dict[str, int]:
         """Bytes by tier: `shadow`, the memory tiers' records, and all files of the directory."""
         with self._turn():
-            usage = {"shadow": self._weights.nbytes if self._shadow is not None else 0}
+            usage = {"shadow": sum(words.numel() * words.element_size() for words in self._shadow or ())}
             usage |= {tier.name: tier.used for tier in self._tiers.memory}
             usage["disk"] = self._directory.used if self._directory is not None else 0
             return usage
@@ -162,7 +169,14 @@ class SnapshotStore:
 
     def _copy_of(self) -> int | None:
         """The version that the shadow copy holds."""
-        return self._home if self._shadow is not None else None
+        return self._home if self._shadow is not None and self._replicas is None else None
+
+    def _whole(self, record: Record) -> Record:
+        """The record with the parts that other replicas own."""
+        return record if self._replicas is None else self._replicas.whole(record, self._weights.grid)
+
+    def _builder_for(self, index: int, builder: RecordBuilder) -> RecordBuilder | None:
+        return builder if self._owned[self._weights.grid[index].tensor] else None
 
     def retain(self, version: int) -> None:
         """Keep a version until it was released as often as it was retained.
@@ -265,7 +279,9 @@ class SnapshotStore:
         builder = self._tiers.begin(f"version {version}", path)
         try:
             parts = fill(
-                lambda index, new: weights.encode(index, weights.of(weights.grid[index], old), new, builder)
+                lambda index, new: weights.encode(
+                    index, weights.of(weights.grid[index], old), new, self._builder_for(index, builder)
+                )
             )
             encoded = time.perf_counter()
             record = builder.finish(durable=self.config.durable)
@@ -273,7 +289,8 @@ class SnapshotStore:
             self._ledger.add(version, Node(self._live, weights.per_tensor(parts), record), path)
             if record.file is not None:
                 self._ledger.publish(version)
-            weights.walk([record], with_digest=False, words=old)
+            followed = record if old is self._shadow else self._whole(record)
+            weights.walk([followed], with_digest=False, words=old)
         except BaseException:
             if version in self._ledger.nodes:
                 self._ledger.remove(version)
@@ -287,7 +304,7 @@ class SnapshotStore:
             version,
             parent,
             record.nbytes,
-            self._changed(record),
+            changed_share(weights.grid, record.segments),
             "disk" if record.tier is None else record.tier.name,
             time.perf_counter() - began - durable,
             durable,
@@ -304,12 +321,6 @@ class SnapshotStore:
             raise SnapshotError(
                 f"the live weights came from version {self._live}, not from the given parent {parent}"
             )
-
-    def _changed(self, record: Record) -> float:
-        counted = 0
-        for task, segment in zip(self._weights.grid, record.segments, strict=True):
-            counted += task.length if segment.mode == Mode.DENSE else segment.narrow + segment.wide
-        return counted / max(1, sum(task.length for task in self._weights.grid))
 
     def capture_in_background(self, version: int, parent: int | None = None) -> Future[CaptureReport]:
         """Capture while the caller goes on; the live weights may be read (published), not written, until `settle`."""
@@ -356,7 +367,7 @@ class SnapshotStore:
 
             def work(index: int, task: object) -> int:
                 new = weights.of(weights.grid[index])
-                return weights.encode(index, torch.zeros_like(new), new, builder)
+                return weights.encode(index, torch.zeros_like(new), new, self._builder_for(index, builder))
 
             try:
                 self._ledger.demand(version, weights.per_tensor(weights.run(work)), "the live weights")
@@ -426,11 +437,13 @@ class SnapshotStore:
                 raise self._mismatch(origin, target, name)
             self._enter(steps[0].to)
             self._live, steps = steps[0].to, steps[1:]
-        records = [ledger.record(step) for step in steps]
+        records = [self._whole(ledger.record(step)) for step in steps]
         digests = self._weights.walk(records, with_digest=with_digest)
-        if digests is not None and (name := ledger.compare(target, digests)) is not None:
+        name = None if digests is None else ledger.compare(target, digests)
+        wrong = name is not None if self._replicas is None else self._replicas.any(name is not None)
+        if wrong:
             self._weights.walk(records[::-1], with_digest=False)
-            raise self._mismatch(self._live, target, name)
+            raise self._mismatch(self._live, target, name or "of another rank")
         self._live = target
         return len(records)
 
@@ -454,14 +467,15 @@ class SnapshotStore:
 
     def _enter(self, version: int) -> None:
         """Overwrite the weights with a full copy, whose digests were compared before."""
-        weights, keyframe = self._weights, self._ledger.node(version).keyframe
+        weights, full_copy = self._weights, self._ledger.node(version).keyframe
         if version == self._copy_of() and self._shadow is not None:
             if self.config.verify == "full":
                 self._ledger.demand(version, weights.digests(self._shadow), "the shadow copy's bits")
             shadow = self._shadow
             weights.overwrite(lambda index, task: weights.of(task, shadow))
             return
-        assert keyframe is not None, f"version {version} has no full copy"
+        assert full_copy is not None, f"version {version} has no full copy"
+        keyframe = self._whole(full_copy)
         parts = weights.run(
             lambda index, task: weights.kernels.digest(task, weights.expand(keyframe, index, task))
         )

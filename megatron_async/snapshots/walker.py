@@ -72,9 +72,10 @@ class Weights:
                     "another device?). Write weights in place, or open the store again"
                 )
 
-    def copy(self) -> list[torch.Tensor]:
-        """A second set of words with the same bits."""
-        return [words.clone() for words in self.words]
+    def copy(self, owned: Sequence[bool]) -> list[torch.Tensor]:
+        """A second set of words with the same bits; nothing of tensors that are not owned."""
+        pairs = zip(self.words, owned, strict=True)
+        return [words.clone() if mine else words.new_empty(0) for words, mine in pairs]
 
     def digests(self, words: Sequence[torch.Tensor] | None = None) -> np.ndarray:
         """uint64[tensors]: the position-sensitive digest of every tensor's bits."""
