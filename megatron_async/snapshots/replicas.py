@@ -4,8 +4,8 @@ Data-parallel ranks hold the same weights. With a `ReplicaGroup`, each of them r
 walk brings the parts together: memory per rank falls by the number of replicas; a walk costs a collective per record,
 and holds whole records while it lasts. It pays where host memory is short; without it every rank steps alone.
 
-Tensors may have different replicas (dense weights over data parallel, experts over expert data parallel): open one store
-with its own group for each such set.
+Tensors may have different replicas (dense weights over data parallel, experts over expert data parallel): open one
+store with its own group for each such set.
 
 Invariants
 - Ranks of a group take part in every capture and walk, in the same order. Digests are compared on every rank for every

@@ -239,11 +239,10 @@ class SnapshotStore:
                 raise SnapshotError(
                     "capture() compares with a shadow copy; set shadow=True or use capture_update()"
                 )
-
-            def fill(encode: Callable[[int, torch.Tensor], int]) -> list[int]:
-                return self._weights.run(lambda index, task: encode(index, self._weights.of(task)))
-
-            return self._capture(version, parent, shadow, fill)
+            weights = self._weights
+            return self._capture(
+                version, parent, shadow, lambda e: weights.run(lambda index, task: e(index, weights.of(task)))
+            )
 
     def capture_update(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], parent: int | None = None
