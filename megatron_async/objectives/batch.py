@@ -1,7 +1,8 @@
 """What an objective reads and what it returns.
 
 Invariants: every tensor is token-aligned (entry t speaks of token t) and flat over the packed tokens of one
-micro-batch; a sequence lies in one micro-batch as a whole; values off `action_mask` may be any placeholder.
+micro-batch; a sequence lies in one micro-batch as a whole, on one rank or shared by the context-parallel ranks that
+`TokenBatch.context` sums over; values off `action_mask` may be any placeholder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ Gather = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """Sums over the ranks that hold shares of the same sequences.
+
+    sequences: ids of the batch are 0 .. sequences-1, the same on all these ranks. all_reduce: adds a float64 tensor
+    [sequences] over the ranks and returns it; every rank calls it equally often.
+    """
+
+    sequences: int
+    all_reduce: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """The packed tokens of one micro-batch; every tensor is [T].
 
@@ -29,6 +42,7 @@ class TokenBatch:
     reference_logprobs: log-probs of the reference policy (KL penalty). rewards: the sequence's reward per token (TOPR).
     anchor_exact: bool, whether the anchor of this token is exact; None derives it from the anchor's name.
     age_seconds: seconds between sampling the token and this update.
+    context: given when each rank holds a share of every sequence; None when sequences are whole.
     """
 
     rollout_logprobs: Tensor
@@ -41,6 +55,7 @@ class TokenBatch:
     rewards: Tensor | None = None
     anchor_exact: Tensor | None = None
     age_seconds: Tensor | None = None
+    context: ContextParallel | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ def without_vetoed(tokens: Tokens, log_ratio: Tensor, threshold: float) -> Tenso
     if threshold <= 0.0:
         return None
     vetoes = log_ratio < math.log(threshold)  # log ratios are 0 off the active tokens
-    if not bool(vetoes.any()):
+    # ranks that share sequences must sum alike, so only a rank that holds whole sequences may stop here
+    if tokens.batch.context is None and not bool(vetoes.any()):
         return None
-    return tokens.segments.spread(tokens.segments.total(vetoes), torch.float32) == 0
+    return tokens.segments.spread(tokens.sequence_totals(vetoes), torch.float32) == 0
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -42,6 +42,7 @@ class Tokens:
         known = self.rollout if self._raw_discrepancy is None else self._raw_discrepancy
         self.active = (known.abs() < torch.inf).logical_and_(self.action)
         self.inactive = ~self.active
+        self._lengths: Tensor | None = None
 
     def _clean(self, difference: Tensor) -> Tensor:
         return difference.masked_fill_(self.inactive, 0.0).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -77,18 +78,30 @@ class Tokens:
     def segments(self) -> Segments:
         return Segments.of(self.batch.sequence_ids)
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """Float64 [sequences]: active tokens of each sequence, at least 1 to divide by."""
-        return self.segments.total(self.active).clamp_(min=1.0)
+        # not a cached_property: before Python 3.12 those hold a lock, and this one may wait for other ranks
+        if self._lengths is None:
+            self._lengths = self.sequence_totals(self.active).clamp_(min=1.0)
+        return self._lengths
+
+    def sequence_totals(self, values: Tensor) -> Tensor:
+        """Float64 [sequences]: sum of `values` over each sequence, the shares of other context ranks included."""
+        totals, context = self.segments.total(values), self.batch.context
+        if context is None:
+            return totals
+        everywhere = torch.zeros(context.sequences, dtype=torch.float64, device=totals.device)
+        everywhere.index_add_(0, self.segments.ids, totals)
+        return context.all_reduce(everywhere).index_select(0, self.segments.ids)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[T]: mean of `values` over the active tokens of each token's sequence. `values` must be 0 off `active`."""
-        return self.segments.spread(self.segments.total(values) / self.lengths, values.dtype)
+        return self.segments.spread(self.sequence_totals(values) / self.lengths, values.dtype)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[T]: sum of `values` over each token's sequence. `values` must be 0 off `active`."""
-        return self.segments.spread(self.segments.total(values), values.dtype)
+        return self.segments.spread(self.sequence_totals(values), values.dtype)
 
 
 @dataclass(slots=True)
@@ -136,7 +149,7 @@ def coefficients(tokens: Tokens, aggregation: str, normaliser: Normaliser, count
     per_sequence = 1.0 / max(normaliser.sequences, 1)
     if aggregation == "sequence_sum":
         return per_sequence
-    lengths = tokens.segments.total(counted).clamp_(min=1.0)
+    lengths = tokens.sequence_totals(counted).clamp_(min=1.0)
     return tokens.segments.spread(per_sequence / lengths, tokens.logprobs.dtype)
 
 

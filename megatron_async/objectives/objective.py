@@ -52,7 +52,8 @@ class Objective:
     """The loss of `config`, as pure tensor functions on packed tokens.
 
     needs: what the caller has to supply: "anchor" (anchor_logprobs), "reference" (reference_logprobs), "entropy",
-    "rewards", "batch_statistics" (call `prepare` with log-probs at the start of the update and pass its state).
+    "rewards", "batch_statistics" (call `prepare` with log-probs at the start of the update and pass its state),
+    "whole_sequences" (with context parallel, `TokenBatch.context` must be given).
     """
 
     def __init__(self, config: ObjectiveConfig, preset: Preset) -> None:
@@ -71,6 +72,8 @@ class Objective:
             needs.add("entropy")
         if self.preset.batch_statistics or not self.config.rejected_in_denominator:
             needs.add("batch_statistics")
+        if self.preset.whole_sequences or self.config.aggregation == "sequence_mean_token_mean":
+            needs.add("whole_sequences")
         return frozenset(needs)
 
     def _anchor(self, batch: TokenBatch, logprobs: Tensor) -> Tensor:

@@ -48,6 +48,11 @@ class Preset:
         """Whether `statistic` must see the global batch before the loss."""
         return False
 
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether a token's term depends on the other tokens of its sequence."""
+        return False
+
     def statistic(self, tokens: Tokens, gather: Gather) -> dict[str, Tensor]:
         """Scalars over all tokens that `gather` reaches; called once per batch, or per micro-batch with no gather."""
         return {}

@@ -16,12 +16,13 @@ from torch import Tensor
 class Segments:
     """Tokens grouped by id, as runs of neighbours with one id (a sequence is usually one run).
 
-    tokens, number: how many tokens T, how many segments. run_lengths, run_segment: int64 [runs], tokens of each run and
-    the segment it belongs to.
+    tokens, number: how many tokens T, how many segments. ids: int64 [number]. run_lengths, run_segment: int64 [runs],
+    tokens of each run and the segment it belongs to.
     """
 
     tokens: int
     number: int
+    ids: Tensor
     run_lengths: Tensor
     run_segment: Tensor
 
@@ -30,7 +31,7 @@ class Segments:
         """Segments numbered by increasing id; any int64 ids, in any order."""
         runs, lengths = torch.unique_consecutive(ids, return_counts=True)
         distinct, segment_of_run = torch.unique(runs, return_inverse=True)
-        return Segments(ids.numel(), distinct.numel(), lengths, segment_of_run)
+        return Segments(ids.numel(), distinct.numel(), distinct, lengths, segment_of_run)
 
     @property
     def index(self) -> Tensor:

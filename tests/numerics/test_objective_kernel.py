@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.methods import METHODS
-from megatron_async.objectives import EmptyBatch, Normaliser, TokenBatch
+from megatron_async.objectives import ContextParallel, EmptyBatch, Normaliser, TokenBatch
 from tests.numerics.objective_batches import (
     Problem,
     metrics_of,
@@ -82,6 +84,63 @@ def test_order_packing_and_padding_change_nothing(
     packed, compact_gradient = run(of, select(problem, compact))
     torch.testing.assert_close(packed.loss, whole.loss, **SAME)
     torch.testing.assert_close(compact_gradient, gradient[compact], **SAME)
+
+
+class SharedSum:
+    """An all-reduce between threads that stand for context-parallel ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.shares: dict[int, Tensor] = {}
+
+    def all_reduce(self, rank: int, values: Tensor) -> Tensor:
+        self.shares[rank] = values
+        self.barrier.wait()
+        total = sum(self.shares.values(), start=torch.zeros_like(values))
+        self.barrier.wait()
+        return total
+
+
+SEQUENCE_WIDE: list[tuple[str, dict[str, Any]]] = [
+    ("gspo", {"clip_low": 0.02, "clip_high": 0.02}),
+    ("sat", {"options": {"level": "sequence", "quantile": 0.5}}),
+    ("mis", {"options": {"level": "sequence", "veto": 0.3}}),
+    ("mis", {"options": {"level": "geometric"}, "mask_low": 0.9, "mask_high": 1.1}),
+    ("ppo", {"aggregation": "sequence_mean_token_mean"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), SEQUENCE_WIDE, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_sequences_shared_by_context_parallel_ranks_give_the_same_gradient(
+    name: str, config: dict[str, Any]
+) -> None:
+    """Each rank holds a share of every sequence; one share of the one-token sequence is empty."""
+    problem = random_problem(5, lengths=(20, 1, 31, 16), placeholders=False)
+    ids = torch.unique(problem.batch.sequence_ids, return_inverse=True)[1]
+    problem = Problem(problem.logprobs, replace(problem.batch, sequence_ids=ids))
+    of = objective(name, **config)
+    assert "whole_sequences" in of.needs
+    normaliser, state = Normaliser.count(problem.batch), prepared(of, problem)
+    whole, gradient = run(of, problem, normaliser, state)
+    shared, at = SharedSum(2), torch.arange(ids.numel())
+
+    def rank(number: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = at[at % 2 == number]
+        share = select(problem, rows)
+        context = ContextParallel(4, lambda values: shared.all_reduce(number, values))
+        batch = replace(share.batch, context=context)
+        output, own = run(of, Problem(share.logprobs, batch), normaliser, state)
+        return rows, output.loss.detach(), own
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(rank, range(2)))
+    summed = torch.zeros_like(gradient)
+    for rows, _, own in results:
+        summed[rows] = own
+    torch.testing.assert_close(results[0][1] + results[1][1], whole.loss.detach(), **SAME)
+    torch.testing.assert_close(summed, gradient, **SAME)
 
 
 def two_sequences(per_token: tuple[float, float], lengths: tuple[int, int]) -> Problem:

@@ -58,6 +58,9 @@ def test_needs_name_what_the_loss_will_ask_for() -> None:
     assert needs(name="topr") == {"rewards"}
     assert needs(name="sat") == {"batch_statistics"}
     assert needs(name="sat", options={"quantile_scope": "microbatch"}) == frozenset()
+    assert needs(name="gspo") == needs(name="mis") == {"whole_sequences"}
+    assert needs(name="mis", options={"veto": 0.0}) == frozenset()
+    assert needs(name="ppo", aggregation="sequence_mean_token_mean") == {"whole_sequences"}
     assert needs(name="ppo", rejected_in_denominator=False) == {"batch_statistics"}
 
 

@@ -14,6 +14,10 @@ class Gspo(Preset):
     equation = "min(s Â, clip(s, 1-ε_low, 1+ε_high) Â), s = exp(mean_t log r_s)"
     surrogate = "min-clip on the sequence"
 
+    @property
+    def whole_sequences(self) -> bool:
+        return True
+
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio = tokens.sequence_mean(tokens.log_staleness)
         surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)

@@ -20,6 +20,10 @@ class Mis(Preset):
     surrogate = "min-clip"
     mask_text = "low ≤ r_d ≤ high at the level; veto"
 
+    @property
+    def whole_sequences(self) -> bool:
+        return self.choice("level") != "token" or self.number("veto") > 0.0
+
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio = tokens.log_staleness
         surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)

@@ -27,6 +27,10 @@ class Sat(Preset):
         return self.choice("quantile_scope") == "batch"
 
     @property
+    def whole_sequences(self) -> bool:
+        return self._on_sequences
+
+    @property
     def _on_sequences(self) -> bool:
         return self.choice("level") == "sequence"
 
@@ -36,9 +40,8 @@ class Sat(Preset):
     def statistic(self, tokens: Tokens, gather: Gather) -> dict[str, Tensor]:
         level = self.number("quantile")
         if self._on_sequences:
-            segments = tokens.segments
-            lengths = gather(segments.total(tokens.active))
-            values = gather((segments.total(tokens.log_total) / tokens.lengths).abs())
+            lengths = gather(tokens.sequence_totals(tokens.active))
+            values = gather((tokens.sequence_totals(tokens.log_total) / tokens.lengths).abs())
             held = lengths > 0
             return {"q": inverse_cdf_quantile(values[held], level, lengths[held])}
         return {"q": inverse_cdf_quantile(gather(tokens.log_total[tokens.active].abs()), level)}
