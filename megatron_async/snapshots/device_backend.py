@@ -130,8 +130,10 @@ class DeviceKernels:
     def digest(self, task: Task, words: torch.Tensor) -> int:
         octets = words.view(torch.uint8)
         missing = -octets.numel() % 8
-        if missing or octets.data_ptr() % 8:
+        if missing:
             octets = torch.nn.functional.pad(octets, (0, missing))
+        elif octets.storage_offset() % 8:
+            octets = octets.clone()
         values = octets.view(torch.int64)
         positions = torch.arange(values.numel(), device=words.device) + task.first_digest_word
         t = values ^ (positions * KEY + MIX_2)

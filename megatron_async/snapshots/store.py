@@ -93,7 +93,7 @@ class SnapshotStore:
             memory_tiers(config.device_bytes, config.host_bytes, config.pin_memory),
             compression_level=config.compression_level,
             compress_in_memory=config.compress_in_memory,
-            disk_room=self._disk_room,
+            disk_room=lambda: self._directory.room() if self._directory is not None else None,
         )
         self._replicas = replicas
         ranks, rank = (1, 0) if replicas is None else (replicas.size, replicas.rank)
@@ -163,9 +163,6 @@ class SnapshotStore:
             usage |= {tier.name: tier.used for tier in self._tiers.memory}
             usage["disk"] = self._directory.used if self._directory is not None else 0
             return usage
-
-    def _disk_room(self) -> int | None:
-        return self._directory.room() if self._directory is not None else None
 
     def _copy_of(self) -> int | None:
         """The version that the shadow copy holds."""

@@ -137,6 +137,25 @@ def test_digests_of_tasks_add_up_to_the_digest_of_the_whole() -> None:
     assert sum(parts) % 2**64 == whole
 
 
+def test_tensors_that_start_anywhere_in_a_flat_buffer() -> None:
+    """Trainers keep parameters in one buffer: a tensor may begin at any element, and end at any."""
+    buffer = torch.randint(-30_000, 30_000, (3 * CHUNK,), dtype=torch.int16)
+    for start in (0, 1, 2, 3, 5):
+        for size in (CHUNK, CHUNK + 1, 40, 7):
+            words = buffer[start : start + size]
+            task = Task(0, 0, size, 2)
+            assert HOST.digest(task, words) == HOST.digest(task, words.clone()) == DEVICE.digest(task, words)
+            new = words.clone()
+            new[::50] ^= 3
+            segment, payload = HOST.encode(task, words, new)
+            before = buffer.clone()
+            for kernels in (HOST, DEVICE):
+                kernels.apply(task, words, segment, payload, with_digest=False)
+                assert torch.equal(words, new)
+                kernels.apply(task, words, segment, payload, with_digest=False)
+                assert torch.equal(buffer, before)
+
+
 def test_digest_against_an_independent_computation() -> None:
     """The formula in plain Python integers."""
     octets = np.frombuffer(b"old logits are exact or flagged", np.uint8).copy()
