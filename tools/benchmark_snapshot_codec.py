@@ -1,6 +1,6 @@
 """What a history of weights costs: captures and restores against memory copies, memory against full copies.
 
-    python -m tools.benchmark_snapshot_codec [--parameters 128e6] [--threads 1] [--versions 8] [--no-write]
+    python -m tools.benchmark_snapshot_codec [--parameters 128e6] [--threads 1] [--device cpu] [--no-write]
 
 Two parts, both in bf16 and through the store's public calls:
 
@@ -9,6 +9,8 @@ Two parts, both in bf16 and through the store's public calls:
 2. By learning rate: fp32 masters under torch.optim.Adam with random gradients, published as bf16 for some versions;
    memory of the records against as many full copies, and the switch to the version before and back against
    `FullCopyStore`, each with and without digests.
+
+On another device the plain copies and the full copies go to page-locked host memory, as trainers keep them there.
 
 Every timing is the best of several rounds, on both sides. Rows go to docs/benchmarks/snapshot.json.
 """
@@ -36,6 +38,11 @@ class Options:
     parameters: int
     threads: int
     versions: int
+    device: str
+
+    @property
+    def on_host(self) -> bool:
+        return self.device == "cpu"
 
 
 def weights(parameters: int, seed: int) -> dict[str, torch.Tensor]:
@@ -43,6 +50,10 @@ def weights(parameters: int, seed: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     sizes = [min(TENSOR, parameters - start) for start in range(0, parameters, TENSOR)]
     return {f"tensor.{n}": torch.randn(size, generator=random).mul_(0.02) for n, size in enumerate(sizes)}
+
+
+def published(options: Options, masters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: master.to(options.device, torch.bfloat16) for name, master in masters.items()}
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -54,7 +65,12 @@ def seconds(work: Callable[[], object]) -> float:
 def settings(options: Options, host_bytes: int, *, shadow: bool, verify: str) -> SnapshotConfig:
     keep = options.versions + 1
     return SnapshotConfig(
-        host_bytes=host_bytes, keep_last=keep, shadow=shadow, verify=verify, threads=options.threads
+        host_bytes=host_bytes,
+        keep_last=keep,
+        shadow=shadow,
+        verify=verify,
+        threads=options.threads,
+        pin_memory=not options.on_host,
     )
 
 
@@ -63,13 +79,21 @@ def move(tensors: dict[str, torch.Tensor], share: float, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     for tensor in tensors.values():
         words = tensor.view(torch.int16)
-        words.add_((torch.rand(words.shape, generator=random) < share).to(torch.int16))
+        words.add_((torch.rand(words.shape, generator=random) < share).to(words.device, torch.int16))
 
 
-def there_and_back(store: SnapshotStore | FullCopyStore, version: int) -> tuple[float, float]:
-    with store.at(version) as report:
-        pass
-    return report.seconds, report.return_seconds
+def there_and_back(
+    options: Options, store: SnapshotStore | FullCopyStore, version: int
+) -> tuple[float, float]:
+    """Seconds until the weights are at the version, and until they are back."""
+    wait = torch.get_device_module(options.device).synchronize
+    wait()
+    began = time.perf_counter()
+    with store.at(version):
+        wait()
+        there = time.perf_counter()
+    wait()
+    return there - began, time.perf_counter() - there
 
 
 # ---- by density ------------------------------------------------------------------------------------------------------
@@ -77,8 +101,12 @@ def there_and_back(store: SnapshotStore | FullCopyStore, version: int) -> tuple[
 
 def by_density(options: Options) -> Iterator[Row]:
     """Captures and one-step restores against a copy."""
-    tensors = {name: master.to(torch.bfloat16) for name, master in weights(options.parameters, 0).items()}
-    copy = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors = published(options, weights(options.parameters, 0))
+    pin = not options.on_host
+    copy = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        for name, tensor in tensors.items()
+    }
     nbytes = sum(tensor.numel() * 2 for tensor in tensors.values())
 
     def plain() -> None:
@@ -99,7 +127,7 @@ def by_density(options: Options) -> Iterator[Row]:
                     captures.append(store.capture(version).seconds)
                     copies.append(seconds(plain))
                 for _ in range(ROUNDS):
-                    restores += there_and_back(store, 2)
+                    restores += there_and_back(options, store, 2)
                     copies.append(seconds(plain))
             results[verify] = min(restores)
             results["capture"] = min(*captures, results.get("capture", captures[0]))
@@ -112,8 +140,8 @@ def density_rows(
     percent = f"{100 * share:g}".replace(".", "_")
     gigabytes = nbytes / 1e9
     where = (
-        f"{100 * share:g} % of {options.parameters / 1e6:.0f} M bf16 weights changed, {options.threads} thread(s); "
-        f"copy {gigabytes / copied:.1f}, capture {gigabytes / results['capture']:.1f}, restore "
+        f"{100 * share:g} % of {options.parameters / 1e6:.0f} M bf16 weights changed, {options.threads} thread(s), "
+        f"{options.device}; copy {gigabytes / copied:.1f}, capture {gigabytes / results['capture']:.1f}, restore "
         f"{gigabytes / results['off']:.1f}, restore with digests {gigabytes / results['full']:.1f} GB/s of weights"
     )
     goals = {0.02: (">= 0.3", ">= 1.2"), 0.005: ("", ">= 3")}.get(share, ("", ""))
@@ -128,9 +156,9 @@ def density_rows(
 
 def by_learning_rate(options: Options, lr: float) -> Iterator[Row]:
     """Memory of the records, and the switch to the version before and back."""
-    masters = weights(options.parameters, 1)
+    masters = {name: master.to(options.device) for name, master in weights(options.parameters, 1).items()}
     optimizer = torch.optim.Adam(list(masters.values()), lr=lr, betas=(0.9, 0.98), eps=1e-8, foreach=False)
-    live = {name: master.to(torch.bfloat16) for name, master in masters.items()}
+    live = published(options, masters)
     nbytes = sum(tensor.numel() * 2 for tensor in live.values())
     random = torch.Generator().manual_seed(2)
     config = settings(options, nbytes * options.versions, shadow=False, verify="full")
@@ -138,7 +166,7 @@ def by_learning_rate(options: Options, lr: float) -> Iterator[Row]:
         changed, took = [], []
         for version in range(1, options.versions + 1):
             for master in masters.values():
-                master.grad = torch.randn(master.shape, generator=random).mul_(1e-3)
+                master.grad = torch.randn(master.shape, generator=random).mul_(1e-3).to(options.device)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             new = ((name, master.to(torch.bfloat16)) for name, master in masters.items())
@@ -188,8 +216,8 @@ def switch_rows(
             full._copies[newest - gap] = full._copies[newest]
             deltas, copies = [], []
             for _ in range(ROUNDS):
-                deltas.append(sum(there_and_back(store, newest - gap)))
-                copies.append(sum(there_and_back(full, newest - gap)))
+                deltas.append(sum(there_and_back(options, store, newest - gap)))
+                copies.append(sum(there_and_back(options, full, newest - gap)))
             full.close()
             suffix = (
                 name_of(lr) + ("" if gap == 1 else f"_gap{gap}") + ("" if verify == "full" else "_unchecked")
@@ -211,9 +239,10 @@ def main() -> None:
         "--threads", type=int, default=1, help="threads of the stores and of PyTorch's copies"
     )
     parser.add_argument("--versions", type=int, default=8, help="updates per learning rate")
+    parser.add_argument("--device", default="cpu", help="where the weights are (default cpu)")
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
-    options = Options(int(arguments.parameters), arguments.threads, arguments.versions)
+    options = Options(int(arguments.parameters), arguments.threads, arguments.versions, arguments.device)
     torch.set_num_threads(options.threads)
     rows = list(by_density(options))
     for lr in RATES:
@@ -222,7 +251,8 @@ def main() -> None:
         verdict = "" if row.passed is None else ("  ok" if row.passed else "  MISSED")
         print(f"{row.figure:42} {row.value:8} {row.goal:10}{verdict}   {row.conditions}")
     if not arguments.no_write:
-        print(f"written to {write_rows('snapshot', rows)}")
+        name = "snapshot" if options.on_host else "snapshot_device"
+        print(f"written to {write_rows(name, rows)}")
 
 
 if __name__ == "__main__":
