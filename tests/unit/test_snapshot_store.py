@@ -65,9 +65,14 @@ def build(kind: str, tensors: dict[str, torch.Tensor], folder: Path) -> Snapshot
         "memory": {}, "disk only": {"host_bytes": 0}, "small memory": {"host_bytes": 60_000}, "threads": {"threads": 3},
         "keyframes": {"keyframe_every": 3}, "keyframes on disk": {"keyframe_every": 2, "host_bytes": 0},
         "packed": {"compress_in_memory": True}, "spilling": {"host_bytes": 60_000, "durable": False},
+        "three tiers": {"device_bytes": 90_000, "host_bytes": 90_000, "durable": False},
     }  # fmt: skip
     values = {"host_bytes": 64 << 20, "keep_last": 100, "task_words": 65_536} | options[kind]
-    directory = folder if kind in ("disk only", "small memory", "keyframes on disk", "spilling") else None
+    directory = (
+        folder
+        if kind in ("disk only", "small memory", "keyframes on disk", "spilling", "three tiers")
+        else None
+    )
     return SnapshotStore(tensors, version=0, config=SnapshotConfig(**values), directory=directory)
 
 
@@ -80,6 +85,7 @@ KINDS = [
     "keyframes on disk",
     "packed",
     "spilling",
+    "three tiers",
     "full",
 ]
 
@@ -540,3 +546,16 @@ def test_reports_say_what_changed() -> None:
 def test_senseless_settings_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SnapshotError, match=message):
         SnapshotConfig(**({"host_bytes": 0} | options))  # type: ignore[arg-type]
+
+
+def test_records_go_down_the_tiers_oldest_first(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    config = SnapshotConfig(device_bytes=90_000, host_bytes=90_000, keep_last=99, durable=False)
+    with SnapshotStore(tensors, version=0, config=config, directory=tmp_path) as store:
+        grow(store, tensors, 8)
+        records = [store._ledger.nodes[version].record for version in range(1, 9)]
+        places = ["disk" if r is None or r.tier is None else r.tier.name for r in records]
+        assert places == sorted(places, key=["disk", "host", "device"].index)
+        assert set(places) == {"disk", "host", "device"}
+        usage = store.usage()
+        assert 0 < usage["device"] <= 90_000
+        assert 0 < usage["host"] <= 90_000
