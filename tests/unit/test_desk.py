@@ -170,10 +170,14 @@ def test_wrong_calls_are_answered_not_raised() -> None:
     assert call(desk, "delete_shop") == {"error": "no such tool"}
     assert call(desk, "get_order") == {"error": "bad arguments"}
     assert call(desk, "get_order", order_id="Z9") == {"error": "no such order"}
-    assert call(desk, "find_user", name="nobody") == {"error": "no such user"}
+    assert call(desk, "verify_owner", name="nobody", order_id=task.order_id) == {"error": "no such user"}
     assert call(desk, "resize_order", order_id=task.order_id, size="XXL") == {"error": "no such size"}
     two = AssistantTurn(
-        "", (ToolCall("find_user", {"name": task.name}), ToolCall("get_order", {"order_id": 3}))
+        "",
+        (
+            ToolCall("verify_owner", {"name": task.name, "order_id": task.order_id}),
+            ToolCall("get_order", {"order_id": 3}),
+        ),
     )
     step = asyncio.run(desk.step(two))
     assert [message.role for message in step.messages] == ["tool", "tool"]

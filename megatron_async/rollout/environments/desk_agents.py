@@ -75,8 +75,7 @@ def script(opening: str, policy: DeskPolicy, habits: Habits = CAREFUL) -> Script
     order_id = found.group() if found else _last_word((yield _say("which order?")))
     if not habits.skip_user:
         name = _last_word((yield _say("your name?")))
-        user = json.loads((yield _call("find_user", name=name)))
-        if order_id not in user["orders"]:
+        if not json.loads((yield _call("verify_owner", name=name, order_id=order_id)))["owner"]:
             yield _say(f"cannot, not {judge(policy, intent, '', owned=False).outcome} {order_id}")
             return
     order: dict[str, Any] = {"status": "pending", "amount": ""}

@@ -30,8 +30,8 @@ HOW_TO_CALL = "To call a tool, write its name and arguments as JSON between tool
 FRAMES = (
     "system\n", "user\n", "assistant\n", "\n\nTools:\n", f"\n{HOW_TO_CALL}",
     '\n{"name": "', '", "arguments": {"name": "', '", "arguments": {"order_id": "', '", "size": "', '"}}\n',
-    '\n{"user_id": "', '", "orders": ["', '", "', '"]}\n', '", "status": "', '", "amount": ', "}\n",
-    '\n{"refund": ', '\n{"ok": true}\n', '\n{"error": "', '"}\n',
+    '", "order_id": "', '\n{"owner": true}\n', '\n{"owner": false}\n',
+    '\n{"user_id": "', '", "status": "', '", "amount": ', "}\n", '\n{"refund": ', '\n{"ok": true}\n', '\n{"error": "', '"}\n',
 )  # fmt: skip
 
 # ChatML with tools. Text only grows: no turn is written differently because of a later one.

@@ -45,7 +45,7 @@ class DeskDatabase:
         self.users = {key: dict(value) for key, value in users.items()}
         self.orders = {key: dict(value) for key, value in orders.items()}
         self._tools: dict[str, Callable[..., dict[str, Any]]] = {
-            "find_user": self._find_user,
+            "verify_owner": self._verify_owner,
             "get_order": self._get_order,
             "cancel_order": self._cancel_order,
             "return_order": self._return_order,
@@ -75,14 +75,11 @@ class DeskDatabase:
             return {"error": "no such order"}
         return tool(**call.arguments)
 
-    def _find_user(self, name: str) -> dict[str, Any]:
-        for user_id, user in self.users.items():
-            if user["name"] == name:
-                return {
-                    "user_id": user_id,
-                    "orders": [o for o, v in self.orders.items() if v["user_id"] == user_id],
-                }
-        return {"error": "no such user"}
+    def _verify_owner(self, name: str, order_id: str) -> dict[str, Any]:
+        known = {user["name"]: user_id for user_id, user in self.users.items()}
+        if name not in known:
+            return {"error": "no such user"}
+        return {"owner": known[name] == self.orders[order_id]["user_id"]}
 
     def _get_order(self, order_id: str) -> dict[str, Any]:
         return dict(self.orders[order_id])
@@ -117,9 +114,7 @@ def _schema(name: str, description: str, arguments: dict[str, str]) -> dict[str,
 
 _ORDER = {"order_id": "id of the order"}
 TOOLS: list[dict[str, Any]] = [
-    _schema(
-        "find_user", "Find a user by name: user id and ids of the user's orders.", {"name": "first name"}
-    ),
+    _schema("verify_owner", "Tell whether an order is this user's.", {"name": "first name", **_ORDER}),
     _schema("get_order", "Read an order: owner, status, size, amount.", _ORDER),
     _schema("cancel_order", "Cancel an order and refund it.", _ORDER),
     _schema("return_order", "Take an order back.", _ORDER),
