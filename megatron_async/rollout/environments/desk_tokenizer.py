@@ -31,7 +31,8 @@ FRAMES = (
     "system\n", "user\n", "assistant\n", "\n\nTools:\n", f"\n{HOW_TO_CALL}",
     '\n{"name": "', '", "arguments": {"name": "', '", "arguments": {"order_id": "', '", "size": "', '"}}\n',
     '", "order_id": "', '\n{"owner": true}\n', '\n{"owner": false}\n',
-    '\n{"user_id": "', '", "status": "', '", "amount": ', "}\n", '\n{"refund": ', '\n{"ok": true}\n', '\n{"error": "', '"}\n',
+    '\n{"user_id": "', '", "status": "', '", "amount": ', "}\n",
+    '\n{"refund": ', '\n{"ok": true}\n', '\n{"error": "', '"}\n',
 )  # fmt: skip
 
 # ChatML with tools. Text only grows: no turn is written differently because of a later one.
