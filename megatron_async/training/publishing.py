@@ -99,8 +99,9 @@ class WeightPublisher:
         """A fixed prompt with the log-probs that the engines must report for it under the new weights."""
         if self._config.verify != "canary" or version % self._config.verify_every:
             return None
-        vocabulary = self._policy.hf_config.vocab_size
-        tokens = np.random.default_rng(version).integers(0, vocabulary, _CANARY_LENGTH).astype(np.int32)
+        # SGLang reports the vocabulary's last id as 0 among a prompt's log-probs, so the canary does without it.
+        ids = self._policy.hf_config.vocab_size - 1
+        tokens = np.random.default_rng(version).integers(0, ids, _CANARY_LENGTH).astype(np.int32)
         (logprobs,) = self._policy.logprobs([Sequence(tokens)])
         return Canary(input_ids=tokens.tolist(), logprobs=logprobs.tolist())
 
