@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.engine import platform
 from megatron_async.engine.sequences import MicroBatch
-
-CHUNK_ELEMENTS = 2**25
-"""Logits whose fp32 temporaries exist at once by default: 128 MiB for each of two or three of them."""
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
@@ -41,47 +39,51 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         scale = inverse_temperature.float()
         maximum = logits.amax(-1).float() * scale
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.zeros(3, len(targets), dtype=torch.float32, device=logits.device)
+        picked, local_log_z, local_mean = torch.zeros(3, len(targets), device=logits.device)
         for rows in _chunks(len(targets), chunk):
-            shifted = _scaled_minus(logits[rows], scale[rows], maximum[rows])
-            picked = shifted.gather(-1, local_targets[rows, None])[:, 0]
-            sums[1, rows] = picked.where(inside[rows], 0.0)
-            exponentials = shifted.exp()
-            sums[0, rows] = exponentials.sum(-1)
+            shifted = _shifted(logits[rows], scale[rows], maximum[rows])
+            picked[rows] = shifted.gather(-1, local_targets[rows, None])[:, 0]
+            # The largest probability is 1 / Σ exp(x − max): the fused softmax gives the sum without another pass.
+            p = shifted.softmax(-1)
+            local_log_z[rows] = shifted.amax(-1) - p.amax(-1).log()
             if entropy:
-                sums[2, rows] = exponentials.mul_(shifted).sum(-1)
+                local_mean[rows] = torch.linalg.vecdot(p, shifted)
+        share = local_log_z.exp()
+        sums = torch.stack([share, picked.where(inside, 0.0), share * local_mean])
         dist.all_reduce(sums, group=group)
         log_z = sums[0].log()
         entropies = log_z - sums[2] / sums[0] if entropy else torch.zeros_like(log_z)
-        ctx.save_for_backward(logits, local_targets, inside, scale, maximum + log_z, entropies)
+        share = (local_log_z - log_z).exp()
+        ctx.save_for_backward(logits, local_targets, inside, scale, maximum + log_z, share, entropies)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)
         return sums[1] - log_z, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, local_targets, inside, scale, log_z, entropies = ctx.saved_tensors
+        logits, local_targets, inside, scale, log_z, share, entropies = ctx.saved_tensors
         # None where the loss does not depend on the entropy (or on the log-probs) at all.
         logprob_gradient, entropy_gradient = (None if g is None else g.float() * scale for g in gradients)
         if logprob_gradient is None:
             logprob_gradient = torch.zeros_like(log_z)
         result = torch.empty_like(logits)
         for rows in _chunks(len(local_targets), ctx.chunk):
-            log_p = _scaled_minus(logits[rows], scale[rows], log_z[rows])
+            log_p = _shifted(logits[rows], scale[rows], log_z[rows])
+            gradient = log_p.softmax(-1)  # of this rank's slice; times its share, p
             if entropy_gradient is None:
-                gradient = log_p.exp_().mul_(-logprob_gradient[rows, None])
+                gradient.mul_((-logprob_gradient * share)[rows, None])
             else:
-                weight = (log_p + entropies[rows, None]).mul_(entropy_gradient[rows, None])
-                gradient = log_p.exp_().mul_(weight.add_(logprob_gradient[rows, None]).neg_())
+                weight = log_p.add_(entropies[rows, None]).mul_(entropy_gradient[rows, None])
+                gradient.mul_(weight.add_(logprob_gradient[rows, None])).mul_(-share[rows, None])
             at_target = logprob_gradient[rows].where(inside[rows], 0.0)
             gradient.scatter_add_(-1, local_targets[rows, None], at_target[:, None])
             result[rows] = gradient
         return result, None, None, None, None, None
 
 
-def _scaled_minus(logits: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """logits · scale − offset per row, in fp32 and one pass over the memory."""
-    return torch.addcmul(-offset[:, None], logits.float(), scale[:, None])
+def _shifted(logits: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """logits · scale − offset per row, in fp32."""
+    return (logits.float() * scale[:, None]).sub_(offset[:, None])
 
 
 def _chunks(length: int, size: int) -> list[slice]:
@@ -105,13 +107,13 @@ def vocab_parallel_logprobs(
         inverse_temperature: [S], 1 / sampling temperature.
         group: tensor-parallel group.
         entropy: False skips the entropy (zeros are returned).
-        chunk: tokens whose fp32 temporaries exist at once (default: by the size of the vocabulary).
+        chunk: tokens whose fp32 temporaries exist at once (default: as many as suit the device and the vocabulary).
 
     Returns:
         fp32 log-probs [S] and entropies [S], in nats; equal on all ranks of the group.
     """
     if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+        chunk = max(1, platform.setup().scratch_elements // logits.shape[-1])
     return _VocabParallelLogProbs.apply(logits, targets, inverse_temperature, group, entropy, chunk)
 
 

@@ -48,6 +48,11 @@ class Platform:
         """Whether tensors live on a CUDA device."""
         return self.device.type == "cuda"
 
+    @property
+    def scratch_elements(self) -> int:
+        """fp32 values that an element-wise pass should hold at once: fill a GPU (128 MiB), stay in a core's cache."""
+        return 2**25 if self.is_gpu else 2**16
+
     def synchronize(self) -> None:
         """Wait for queued device work, so that a wall-clock time means something."""
         if self.is_gpu:
