@@ -75,7 +75,7 @@ ARGUMENTS = st.dictionaries(
     st.sampled_from(["name", "order_id", "x"]), st.one_of(WORDS, st.integers(), st.booleans())
 )
 CALLS = st.lists(
-    st.builds(ToolCall, st.sampled_from(["find_user", "get_order"]), ARGUMENTS), min_size=1, max_size=3
+    st.builds(ToolCall, st.sampled_from(["verify_owner", "get_order"]), ARGUMENTS), min_size=1, max_size=3
 )
 SPEECH = WORDS.map(lambda text: [Message("assistant", text.strip() or "x"), Message("user", text)])
 TOOL_USE = CALLS.map(
@@ -156,7 +156,7 @@ CALLED = [("get_order", {"order_id": "A1"})]
         ("which order?", ("which order?", [], None, "")),  # cut at a limit: no end token
         (f"{GET}<|im_end|>", ("", CALLED, None, "")),
         (f"a moment.\n{GET}\n{GET}<|im_end|>", ("a moment.", CALLED * 2, None, "")),
-        ('<tool_call>{"name": "find_user"}</tool_call>', ("", [("find_user", {})], None, "")),
+        ('<tool_call>{"name": "verify_owner"}</tool_call>', ("", [("verify_owner", {})], None, "")),
         (f"<think>\nlook first\n</think>\n\n{GET}<|im_end|>", ("", CALLED, None, "look first")),
         ("the prompt opened it</think>yes", ("yes", [], None, "the prompt opened it")),
         (f"<think>{GET}</think>no", ("no", [], None, GET)),  # a call one only thinks about is not made
