@@ -6,6 +6,8 @@ Runs under torchrun on every trainer rank. Versions are the spine: the batch hol
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from megatron_async.advantages import build_advantage
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.policy import TrainStepResult
@@ -14,6 +16,8 @@ from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
 from megatron_async.training.batch import Batch, to_sequences, with_arrays
 from megatron_async.training.loss import batch_state, global_counts, policy_loss
+from megatron_async.training.metrics import active_fraction
+from megatron_async.training.publishing import Published
 from megatron_async.training.session import Session
 from megatron_async.trajectory import Trajectory
 
@@ -21,9 +25,9 @@ from megatron_async.trajectory import Trajectory
 def main(config: RunConfig) -> int:
     """Train `config.steps` steps; returns the exit code."""
     with Session.open(config) as session:
-        loop = Loop(config, session)
-        for step in range(session.first_step, config.steps):
-            loop.step(step)
+        with closing(Loop(config, session)) as loop:
+            for step in range(session.first_step, config.steps):
+                loop.step(step)
         session.save_final()
     return 0
 
@@ -36,7 +40,7 @@ class Loop:
         self.session = session
         self.objective = build_objective(config.objective)
         self.advantage = build_advantage(config.advantage)
-        self.old_logits = build_source(config, session.policy, self.objective.needs)
+        self.old_logits = build_source(config, session.policy, self.objective.needs, session.version)
 
     def step(self, step: int) -> None:
         session, version = self.session, self.session.version
@@ -47,8 +51,7 @@ class Loop:
             anchors = self.old_logits.score(sequences)
         with session.stage("update", step):
             results = self.update(sequences, anchors)
-        with session.stage("publish", step):
-            published = session.advance(step, updated=any(result.skipped is None for result in results))
+        published = self.advance(step, results) if any(r.skipped is None for r in results) else None
         session.finish_step(step, batch, anchors, self.objective, results, published)
 
     def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
@@ -72,3 +75,19 @@ class Loop:
             for part in (whole[i::parts] for i in range(parts))
             if part
         ]
+
+    def advance(self, step: int, results: list[TrainStepResult]) -> Published | None:
+        """The updated weights become the next version: recorded, kept in the history, published when due."""
+        session = self.session
+        session.advance(step)
+        with session.stage("capture", step):
+            self.old_logits.updated(session.version, session.oldest_needed)
+            active = active_fraction(self.objective, results)
+            if active is not None:
+                self.old_logits.trained(active)
+        with session.stage("publish", step):
+            return session.publish()
+
+    def close(self) -> None:
+        """Let go of the history's files and threads."""
+        self.old_logits.close()

@@ -183,6 +183,12 @@ def _check_rollout(config: RunConfig) -> list[str]:
         problems.append(
             f"rollout.max_staleness: {rollout.max_staleness} is negative; 0 is synchronous training"
         )
+    if 0 <= rollout.max_staleness < config.publish.every - 1:
+        problems.append(
+            f"rollout.max_staleness: {rollout.max_staleness} is too small for publish.every = {config.publish.every}: "
+            f"the engines lag up to {config.publish.every - 1} versions behind, so no token would be young enough; set "
+            f"max_staleness to at least {config.publish.every - 1}"
+        )
     if rollout.temperature <= 0:
         problems.append(
             f"rollout.temperature: {rollout.temperature} is not above 0; greedy sampling has no log-probs to train on"
@@ -209,11 +215,12 @@ _POSITIVE = (
     "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
     "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
-    "warm_start.demonstrations", "optimizer.adam_eps",
+    "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
-    "rollout.max_retries", "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
+    "rollout.max_retries", "snapshots.device_bytes", "snapshots.keyframe_every", "snapshots.compression_level",
+    "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight",
 )  # fmt: skip
 
@@ -317,10 +324,10 @@ def _check_source(config: RunConfig) -> list[str]:
         ]
     if source not in methods.SOURCES:
         return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
-    if source != anchor.source:
+    if source not in (anchor.source, *anchor.other_sources):
         return [
             f"old_logits.source: {source} does not give what objective.anchor: {config.objective.anchor} needs; "
-            f"set it to {anchor.source} or leave it out"
+            f"set it to {' or '.join((anchor.source, *anchor.other_sources))}, or leave it out"
         ]
     return []
 

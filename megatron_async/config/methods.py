@@ -38,7 +38,9 @@ class Anchor:
     exact: bool
     """The log-probs of the training engine under exactly the token's own version."""
     source: str
-    """What `old_logits.source` must be; "rollout" where no scoring pass is needed."""
+    """What `old_logits.source` is for it. "rollout", "linear" and "loglinear" need no scoring pass."""
+    other_sources: tuple[str, ...] = ()
+    """Further sources that give the same log-probs in another way."""
     built: bool = True
     """Whether `old_logits` can provide it; a run with one that is not built is refused before anything starts."""
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -51,7 +53,7 @@ ANCHORS: dict[str, Anchor] = {
         "training engine, the token's version restored from the snapshot history",
         True,
         "snapshot",
-        built=False,
+        other_sources=("snapshot_full",),
     ),
     "dedicated": Anchor(
         "a second training-side model that scores while the actor updates", True, "dedicated", built=False
@@ -66,7 +68,6 @@ ANCHORS: dict[str, Anchor] = {
         "training engine, weights averaged over versions",
         False,
         "ewma",
-        built=False,
         options={
             "beta": Option(0.75, "decay of the average", low=0.0, high=1.0, optional=True),
             "staleness_window": Option(6.0, "sets beta = W / (W + 2)", low=0.0, optional=True),
@@ -77,14 +78,18 @@ ANCHORS: dict[str, Anchor] = {
         },
     ),
     "linear": Anchor(
-        "arithmetic mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, "rollout"
+        "arithmetic mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, "linear"
     ),
     "loglinear": Anchor(
-        "geometric mean of rollout and current probabilities, weight 1/(gap+1) on rollout", False, "rollout"
+        "geometric mean of rollout and current probabilities, weight 1/(gap+1) on rollout",
+        False,
+        "loglinear",
     ),
 }
 
-SOURCES: tuple[str, ...] = tuple(dict.fromkeys(anchor.source for anchor in ANCHORS.values()))
+SOURCES: tuple[str, ...] = tuple(
+    dict.fromkeys(name for anchor in ANCHORS.values() for name in (anchor.source, *anchor.other_sources))
+)
 
 WEIGHTS: dict[str, str] = {
     "none": "1",

@@ -10,6 +10,7 @@ runs/<name>/
   logs/                output of every process
   bank.sqlite          trajectories, versions, steps
   checkpoint/          final policy in Hugging Face format
+  snapshots/rank_<r>/  history of that trainer rank's weights
   report.txt, timeline.png
 """
 
@@ -60,6 +61,10 @@ class RunFiles:
     @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoint"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.root / "snapshots"
 
     @property
     def report(self) -> Path:

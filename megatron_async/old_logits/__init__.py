@@ -3,6 +3,7 @@
 Invariant: a source says what its values are (`kind`: exact, approximate or absent); nothing substitutes silently.
 """
 
-from megatron_async.old_logits.source import AnchorLogprobs, OldLogitSource, build_source
+from megatron_async.old_logits.builders import BUILDERS, build_source
+from megatron_async.old_logits.source import AnchorLogprobs, OldLogitSource
 
-__all__ = ["AnchorLogprobs", "OldLogitSource", "build_source"]
+__all__ = ["BUILDERS", "AnchorLogprobs", "OldLogitSource", "build_source"]

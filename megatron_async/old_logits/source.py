@@ -8,33 +8,38 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_async.config.methods import ANCHORS
-from megatron_async.config.schema import RunConfig
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
-from megatron_async.errors import UserError
 
-LogProbs = list[np.ndarray]
+LogProbs = list[NDArray[np.float32]]
+Flags = list[NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorLogprobs:
-    """Log-probs recovered for one batch; each is a float32 [L] array per sequence, token-aligned.
+    """Log-probs recovered for one batch; one array [L] per sequence, token-aligned.
 
-    values: the anchor; None where the objective derives it itself (from μ, or from the training forward, which gives
-        the log-probs of the starting weights when a batch is used once).
-    start: under the weights at the start of this update, where a pass computed them.
-    reference: under the reference policy, where a KL penalty needs them.
+    values: the anchor, float32; None where the objective derives it itself (from μ, or from the training forward, which
+        gives the log-probs of the starting weights when a batch is used once). NaN where it has no value.
+    is_current: bool, tokens whose anchor is the training forward's own value; None when there is no such token.
+    exact: bool, tokens whose anchor was computed under their own version and whose sampling used that version alone;
+        None leaves it to what the anchor is.
+    start: float32, under the weights at the start of this update, where a pass computed them.
+    reference: float32, under the reference policy, where a KL penalty needs them.
     kind: "exact" (computed under the token's own version), "approximate" (a named stand-in), "behaviour" (μ).
-    seconds: stage name → seconds spent on it.
+    seconds: stage name → seconds spent on it. metrics: further numbers of the step, by metric name.
     """
 
     kind: str
     values: LogProbs | None = None
+    is_current: Flags | None = None
+    exact: Flags | None = None
     start: LogProbs | None = None
     reference: LogProbs | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def required_start(self) -> LogProbs:
         """`start`; ValueError where the source was not built for an objective that needs it."""
@@ -44,12 +49,29 @@ class AnchorLogprobs:
 
 
 class OldLogitSource(Protocol):
-    """Recovers anchor log-probs; collective over all trainer ranks."""
+    """Recovers anchor log-probs. Every method is collective over all trainer ranks, except `close`."""
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs: ...
+    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
+        """Anchor of every action token of the batch, before its update. The weights are as before afterwards."""
+        ...
+
+    def updated(self, version: int, oldest_needed: int) -> None:
+        """The policy's weights are now `version`; called once per version, before it is published.
+
+        oldest_needed: no token of an older version will be scored any more.
+        """
+        return
+
+    def trained(self, active_fraction: float) -> None:
+        """Share of the step's action tokens that mask and clip left active (ρ); called after `updated`."""
+        return
+
+    def close(self) -> None:
+        """Let go of files and threads; idempotent."""
+        return
 
 
-class StartSource:
+class StartSource(OldLogitSource):
     """π_async: the training engine with the weights at the start of this update (formulas: `start_logprobs`).
 
     With `separate_pass` false the training forward supplies them: with one update per batch they are the same
@@ -67,7 +89,7 @@ class StartSource:
         return AnchorLogprobs("approximate", values=start, start=start, seconds={"forward": seconds})
 
 
-class RolloutSource:
+class RolloutSource(OldLogitSource):
     """No scoring of old log-probs: the objective anchors on μ, or on a mixture of μ and the current policy.
 
     with_start: score the starting weights all the same, for objectives with statistics of the whole batch.
@@ -88,22 +110,3 @@ def timed(work: Callable[[], LogProbs]) -> tuple[LogProbs, float]:
     """The result and the seconds it took."""
     started = time.perf_counter()
     return work(), time.perf_counter() - started
-
-
-def build_source(config: RunConfig, policy: Policy, needs: frozenset[str]) -> OldLogitSource:
-    """The source named in `old_logits.source`.
-
-    needs: what the objective needs (`Objective.needs`). Raises UserError for a source that is not built in.
-    """
-    statistics = "batch_statistics" in needs
-    one_update = config.trainer.updates_per_batch == 1
-    separate_pass = statistics or not (config.old_logits.reuse_training_forward and one_update)
-    builders: dict[str, Callable[[], OldLogitSource]] = {
-        "start": lambda: StartSource(policy, separate_pass),
-        "rollout": lambda: RolloutSource(policy, statistics),
-    }
-    source = config.old_logits.source
-    if source not in builders:
-        known = sorted({anchor.source for anchor in ANCHORS.values()} & set(builders))
-        raise UserError(f"old_logits.source={source!r} is not built in yet; choose one of {known}")
-    return builders[source]()

@@ -107,7 +107,7 @@ def to_sequences(batch: Batch) -> list[Sequence]:
     """Engine sequences of the trajectories that are trained, with every per-token array of the loss but the anchor.
 
     Arrays, all [L] and token-aligned: rollout_logprobs (0 off the action tokens), action_mask, advantages,
-    version_gap, rewards.
+    version_gap, kv_mismatch, rewards.
     """
     return [_to_sequence(batch.trajectories[i], batch.advantages[i], batch.version) for i in batch.trained]
 
@@ -123,6 +123,7 @@ def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequ
             "action_mask": mask,
             "advantages": np.full(length, advantage, np.float32),
             "version_gap": np.where(mask, version - trajectory.versions, 0).astype(np.int64),
+            "kv_mismatch": trajectory.kv_mismatch,
             "rewards": np.full(length, trajectory.required_reward(), np.float32),
         },
     )
@@ -130,7 +131,12 @@ def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequ
 
 def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> list[Sequence]:
     """The same sequences with the scored log-probs among their arrays."""
-    scored = {"anchor_logprobs": anchors.values, "reference_logprobs": anchors.reference}
+    scored: dict[str, SequenceOf[np.ndarray] | None] = {
+        "anchor_logprobs": anchors.values,
+        "anchor_is_current": anchors.is_current,
+        "anchor_exact": anchors.exact,
+        "reference_logprobs": anchors.reference,
+    }
     present = {name: values for name, values in scored.items() if values is not None}
     return [
         Sequence(

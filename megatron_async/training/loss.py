@@ -21,11 +21,18 @@ def global_counts(sequences: SequenceOf[Sequence]) -> Normaliser:
     return Normaliser(tokens=tokens, sequences=len(sequences))
 
 
-def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor) -> TokenBatch:
-    """The objective's view of packed tokens. Without `anchor_logprobs` the objective takes the forward's own."""
+def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor, logprobs: Tensor) -> TokenBatch:
+    """The objective's view of packed tokens. Without `anchor_logprobs` the objective takes the forward's own.
+
+    logprobs: [T], of the starting weights; the anchor of tokens marked `anchor_is_current`.
+    """
+    anchor, is_current = arrays.get("anchor_logprobs"), arrays.get("anchor_is_current")
+    if anchor is not None and is_current is not None:
+        anchor = torch.where(is_current.bool(), logprobs.detach().float(), anchor)
     return TokenBatch(
         rollout_logprobs=arrays["rollout_logprobs"],
-        anchor_logprobs=arrays.get("anchor_logprobs"),
+        anchor_logprobs=anchor,
+        anchor_exact=arrays.get("anchor_exact"),
         advantages=arrays["advantages"],
         action_mask=arrays["action_mask"].bool(),
         sequence_ids=sequence_ids,
@@ -49,7 +56,7 @@ def batch_state(
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     sequence_ids = torch.repeat_interleave(torch.arange(len(sequences)), lengths)
     start = torch.from_numpy(np.concatenate(list(start_logprobs)))
-    return objective.prepare(token_batch(arrays, sequence_ids), start, gather=lambda values: values)
+    return objective.prepare(token_batch(arrays, sequence_ids, start), start, gather=lambda values: values)
 
 
 def policy_loss(
@@ -58,7 +65,7 @@ def policy_loss(
     """The engine's loss function for one batch; the loss is already divided by the global denominator."""
 
     def loss(packed: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = token_batch(packed.arrays, packed.sequence_ids)
+        batch = token_batch(packed.arrays, packed.sequence_ids, logprobs)
         output = objective.loss(logprobs, batch, normaliser, entropy=entropy, state=state)
         return output.loss, {
             **output.stats,

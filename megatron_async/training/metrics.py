@@ -40,6 +40,7 @@ def step_metrics(
         "batch/turns_mean": float(np.mean([len(trajectory.turns) for trajectory in batch.trajectories])),
         **{names.SECONDS + stage: value for stage, value in seconds.items()},
         **{f"seconds/old_logits/{stage}": value for stage, value in anchors.seconds.items()},
+        **anchors.metrics,
         **_gaps(batch.version_gaps),
     }
     if published:
@@ -69,6 +70,14 @@ def update_metrics(
     }
     reasons = [result.skipped for result in results if result.skipped]
     return row | ({"skipped": "; ".join(reasons)} if reasons else {})
+
+
+def active_fraction(objective: Objective, results: SequenceOf[TrainStepResult]) -> float | None:
+    """ρ: share of the step's action tokens that mask and clip left active; None without an action token."""
+    statistics = sum(result.stats["statistics"] for result in results if "statistics" in result.stats)
+    if not isinstance(statistics, np.ndarray):
+        return None
+    return objective.summarise({"statistics": torch.from_numpy(statistics)}).get("objective/active")
 
 
 def _gaps(gaps: np.ndarray) -> dict[str, Any]:

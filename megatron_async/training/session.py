@@ -70,16 +70,20 @@ class Session:
         with self.timeline.stage(name, step):
             yield
 
-    def advance(self, step: int, updated: bool) -> Published | None:
-        """Give the updated weights the next version and publish it when due; None where nothing was published."""
-        if not updated:
-            return None
+    def advance(self, step: int) -> None:
+        """Give the updated weights the next version."""
         parent, self.version = self.version, self.version + 1
         if self.bank:
             self.bank.record_version(self.version, parent, step)
-        if not self.publisher.due(self.version):
-            return None
-        return self.publisher.publish(self.version)
+
+    def publish(self) -> Published | None:
+        """Publish the present version when due; None where nothing was published."""
+        return self.publisher.publish(self.version) if self.publisher.due(self.version) else None
+
+    @property
+    def oldest_needed(self) -> int:
+        """No token of an older version is trained any more: a batch may not hold it."""
+        return self.version - self.config.rollout.max_staleness
 
     def finish_step(
         self,

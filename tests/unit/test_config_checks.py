@@ -109,11 +109,12 @@ def test_a_sensible_configuration_passes(tmp_path):
         (["objective.mask_low=1.002"], ["does not hold 1"]),
         (["objective.dual_clip=0.5"], ["dual_clip: 0.5 is not above 1"]),
         (["objective.name=reinforce"], ["max_staleness: 1", "reinforce", "set rollout.max_staleness to 0"]),
+        (["publish.every=4"], ["max_staleness: 1 is too small for publish.every = 4", "at least 3"]),
         (
             ["objective.name=ppo", "objective.anchor=start"],
             ["does not correct for them", "weight: discrepancy"],
         ),
-        (["objective.anchor=linear", "old_logits.source=start"], ["set it to rollout or leave it out"]),
+        (["objective.anchor=linear", "old_logits.source=start"], ["set it to linear, or leave it out"]),
         (["batch.group_size=1", "batch.groups=4"], ["batch.group_size is 1; raise it", "running_mean"]),
         (["batch.group_size=1", "advantage.name=running_mean"], ["would drop every group"]),
     ],
@@ -211,15 +212,14 @@ def test_recipes_are_legal(tmp_path, recipe):
 @pytest.mark.parametrize("anchor", sorted(methods.ANCHORS))
 def test_an_anchor_is_refused_exactly_where_no_source_provides_it(tmp_path, anchor):
     """The table of the configuration and the builders of `old_logits` say the same."""
-    from megatron_async.errors import UserError
-    from megatron_async.old_logits import build_source
+    from megatron_async.old_logits import BUILDERS
 
-    config = load(write_config(tmp_path), [f"objective.anchor={anchor}"])
-    if methods.ANCHORS[anchor].built:
-        assert build_source(config, None, frozenset()) is not None
-        assert isinstance(check(config), list)
-        return
-    with pytest.raises(UserError):
-        build_source(config, None, frozenset())
-    with pytest.raises(ConfigError, match=f"{anchor} is not built in yet; .*choose one of start"):
-        check(config)
+    entry = methods.ANCHORS[anchor]
+    for source in (entry.source, *entry.other_sources):
+        config = load(write_config(tmp_path), [f"objective.anchor={anchor}", f"old_logits.source={source}"])
+        assert entry.built == (source in BUILDERS)
+        if entry.built:
+            assert isinstance(check(config), list)
+        else:
+            with pytest.raises(ConfigError, match=f"{anchor} is not built in yet; .*choose one of start"):
+                check(config)
