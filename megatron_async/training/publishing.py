@@ -22,6 +22,9 @@ from megatron_async.training.control import Control
 from sglang_bridge import Canary, Publisher
 
 _CANARY_LENGTH = 48
+_CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
+"""Largest difference of one log-prob between engines that hold the same weights: rounding of about 1e-6 in float32;
+in bfloat16 up to 0.2 on a tiny random model, where a routing decision flips. Wrong weights differ by several units."""
 
 Report = Callable[[], dict[str, Any]]
 
@@ -80,7 +83,9 @@ class WeightPublisher:
             return dict
         publisher = self._publisher
         try:
-            outcome = publisher.publish(version, _on_rank_zero(export), canary=canary)
+            outcome = publisher.publish(
+                version, _on_rank_zero(export), canary=canary, checksum=self._verifies("checksum", version)
+            )
         except Exception as error:  # noqa: BLE001 - raised on every rank by the caller
             for _ in export:  # the other ranks are inside the same collective
                 continue
@@ -97,13 +102,17 @@ class WeightPublisher:
 
     def _canary(self, version: int) -> Canary | None:
         """A fixed prompt with the log-probs that the engines must report for it under the new weights."""
-        if self._config.verify != "canary" or version % self._config.verify_every:
+        if not self._verifies("canary", version):
             return None
         # SGLang reports the vocabulary's last id as 0 among a prompt's log-probs, so the canary does without it.
         ids = self._policy.hf_config.vocab_size - 1
         tokens = np.random.default_rng(version).integers(0, ids, _CANARY_LENGTH).astype(np.int32)
         (logprobs,) = self._policy.logprobs([Sequence(tokens)])
-        return Canary(input_ids=tokens.tolist(), logprobs=logprobs.tolist())
+        tolerance = _CANARY_TOLERANCE[self._policy.model_config.dtype]
+        return Canary(input_ids=tokens.tolist(), logprobs=logprobs.tolist(), tolerance=tolerance)
+
+    def _verifies(self, how: str, version: int) -> bool:
+        return self._config.verify == how and version % self._config.verify_every == 0
 
 
 def _on_rank_zero(export: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
