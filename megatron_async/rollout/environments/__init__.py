@@ -49,6 +49,7 @@ Factory = Callable[[Mapping[str, Any], Split, int], TaskSource]
 
 ENVIRONMENTS: dict[str, str] = {
     "desk": "megatron_async.rollout.environments.desk:build",
+    "tau2": "megatron_async.rollout.environments.tau2:build",
 }
 
 

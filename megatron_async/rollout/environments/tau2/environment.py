@@ -1,0 +1,345 @@
+"""tau2-bench as an environment: tasks of its splits, episodes step by step, its reward.
+
+Invariants
+- The policy sees what the benchmark's own agent sees: its system prompt, the greeting (which is not the policy's), the
+  user's words and the results of its own calls, with the same tools.
+- Limits, endings and rewards are the benchmark's; an ending other than a stop of the user or the agent scores 0.
+- A failing user simulator or judge raises `EnvironmentFailure`; it never becomes a reward.
+- Training never touches evaluation tasks unless the run says so, and then every reward says so too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_async.rollout.environments.base import (
+    AssistantTurn,
+    EnvironmentFailure,
+    Message,
+    Split,
+    Start,
+    Step,
+    Task,
+    ToolCall,
+)
+from megatron_async.rollout.environments.tau2 import package, reward
+from megatron_async.rollout.environments.tau2.domain import Domain, DomainFiles
+from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, EndpointError
+from megatron_async.rollout.environments.tau2.episode import ChatMessage, Episode, Limits, Pending, Said
+from megatron_async.rollout.environments.tau2.options import Tau2Options, parse
+from megatron_async.rollout.environments.tau2.reward import Verdict
+from megatron_async.rollout.environments.tau2.users import (
+    EndpointUser,
+    RecordedUser,
+    ScriptedUser,
+    User,
+    load_recordings,
+)
+
+
+@dataclass(frozen=True)
+class Tau2Context:
+    """What the episodes of one split share."""
+
+    options: Tau2Options
+    domain: Domain
+    split: Split
+    user_endpoint: ChatEndpoint | None
+    judge: ChatEndpoint | None
+    recordings: dict[str, list[dict[str, Any]]]
+    system_prompt: str
+
+    @cached_property
+    def records(self) -> bool:
+        """Whether transcripts are kept."""
+        recorded = self.options.record_transcript
+        return self.split == "heldout" if recorded is None else recorded
+
+
+class Tau2Environment:
+    """One episode of one task."""
+
+    def __init__(self, context: Tau2Context, task: Any, stamp: Mapping[str, Any]) -> None:
+        options = context.options
+        limits = Limits(options.max_steps, options.max_errors, options.enforce_communication_protocol)
+        self.context = context
+        self.episode = Episode(context.domain, task, limits)
+        self._stamp = dict(stamp)
+        self._user = _user(context, task)
+        self._malformed: str | None = None
+
+    async def reset(self) -> Start:
+        """The system prompt, the greeting, and the user's first words. EnvironmentFailure if the user cannot speak."""
+        pending = await self._let_user_speak(self.episode.start())
+        if pending.turn == "done":
+            raise EnvironmentFailure(
+                f"the episode ended before the agent's first turn ({pending.termination})"
+            )
+        return Start(
+            [Message("system", self._system_prompt()), *map(_message, pending.messages)], self._tools()
+        )
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        """The results of the agent's calls, or the user's answer. A malformed turn ends the episode (agent_error)."""
+        if turn.parse_error is not None:
+            self._malformed = turn.parse_error
+            return _step(self.episode.fail_agent(turn.content))
+        calls = tuple((call.name, call.arguments) for call in turn.tool_calls)
+        return _step(await self._let_user_speak(self.episode.agent(Said(turn.content, calls))))
+
+    async def reward(self) -> tuple[float, dict[str, Any]]:
+        """The benchmark's reward, with the parts it is made of and everything that a report must say about it."""
+        options, episode = self.context.options, self.episode
+        basis = reward.reward_basis(episode.task, options.reward_basis)
+        verdict, check = await self._verdict(basis)
+        if episode.termination in reward.STOPS and reward.needs_judge(episode.task, options.reward_basis):
+            judged = await self._judged()
+            breakdown = {**verdict.breakdown, reward.JUDGED: judged}
+            verdict = Verdict(verdict.reward * judged, breakdown, verdict.basis)
+        info = {
+            **self._stamp,
+            "reward_basis": list(verdict.basis),
+            "breakdown": verdict.breakdown,
+            "termination": episode.termination or "cut",
+            "steps": episode.steps,
+            "tool_errors": episode.tool_errors,
+            **check,
+        }
+        if self._malformed is not None:
+            info["parse_error"] = self._malformed
+        if isinstance(self._user, EndpointUser):
+            info["user_tokens"] = [self._user.prompt_tokens, self._user.completion_tokens]
+        if self.context.records:
+            info["transcript"] = episode.transcript()
+        return verdict.reward, info
+
+    async def close(self) -> None:
+        """Close the user's connections."""
+        if self._user is not None:
+            await self._user.close()
+
+    # ------------------------------------------------------------------ inside
+
+    async def _let_user_speak(self, pending: Pending) -> Pending:
+        while pending.turn == "user":
+            if self._user is None:
+                raise EnvironmentFailure("the benchmark waits for a user in solo mode")
+            said = await self._user.answer(pending.messages, self.episode.user_tool_schemas())
+            pending = self.episode.user(said)
+        return pending
+
+    def _system_prompt(self) -> str:
+        own = self.context.system_prompt
+        if not own:
+            return self.episode.system_prompt
+        ticket = self.episode.task.ticket or ""
+        return own.replace("{policy}", self.context.domain.policy).replace("{ticket}", ticket)
+
+    def _tools(self) -> list[dict[str, Any]]:
+        schemas = self.episode.tool_schemas()
+        return [_shortened(schema) for schema in schemas] if self._short_tools() else schemas
+
+    def _short_tools(self) -> bool:
+        return self.context.options.tool_descriptions == "short"
+
+    async def _verdict(self, basis: tuple[str, ...]) -> tuple[Verdict, dict[str, Any]]:
+        """The verdict without judged assertions, and what was checked. The slow evaluator runs in a thread."""
+        options, episode = self.context.options, self.episode
+        if options.evaluator == "official":
+            return await asyncio.to_thread(reward.official, episode, basis), {"evaluator": "official"}
+        fast = reward.cached(episode, basis)
+        if episode.termination is None or not self._drawn(options.verify_official):
+            return fast, {"evaluator": "cached"}
+        slow = await asyncio.to_thread(reward.official, episode, basis)
+        agreed = reward.agreed(episode.task.id, fast, slow)
+        return slow, {"evaluator": "cached", "official_reward": slow.reward, "official_agrees": agreed}
+
+    def _drawn(self, share: float) -> bool:
+        """Whether this episode is checked: by what was said, so that repeating a run checks the same episodes."""
+        said = repr([(message.role, message.content) for message in self.episode.messages])
+        digest = hashlib.sha256(f"{self.episode.task.id} {said}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") < share * 2**64
+
+    async def _judged(self) -> float:
+        endpoint, domain = self.context.judge, self.context.domain
+        if endpoint is None:
+            raise EnvironmentFailure(
+                "this task's reward needs a judge: set judge.url, or reward_basis: no_judge"
+            )
+        asked, read = reward.judge_prompt(domain.package, self.episode.task, self.episode.messages)
+        messages = [{"role": message.role, "content": message.content} for message in asked]
+        async with endpoint.session() as session:
+            try:
+                return await endpoint.complete(session, messages, [], lambda answer: read(answer.content))
+            except EndpointError as error:
+                raise EnvironmentFailure(f"judge: {error}") from error
+
+
+class Tau2Tasks:
+    """Tasks of one split of one domain. The train split is shuffled by the run's seed; held-out order is the file's."""
+
+    def __init__(self, options: Tau2Options, split: Split, seed: int) -> None:
+        """Raises Tau2NotInstalled, and ValueError for options that do not fit the domain."""
+        self.split: Split = split
+        self.options = options
+        domain = _domain(options, split)
+        self._ids, self._overlap = _task_ids(options, domain, split)
+        if split == "train":
+            random.Random(f"tau2 order {seed}").shuffle(self._ids)
+        judged = [i for i in self._ids if reward.needs_judge(domain.tasks[i], options.reward_basis)]
+        if judged and not options.judge.url:
+            raise ValueError(
+                f"tau2: {len(judged)} of {len(self._ids)} {options.domain} tasks need a language model as judge: set "
+                "judge.url, or reward_basis: no_judge (leaves those assertions out) or communicate"
+            )
+        prompt = options.system_prompt_file
+        by_endpoint = options.user.kind == "endpoint" and not options.solo
+        recorded = options.user.kind == "recorded" and not options.solo
+        self.context = Tau2Context(
+            options=options,
+            domain=domain,
+            split=split,
+            user_endpoint=ChatEndpoint(options.user.endpoint) if by_endpoint else None,
+            judge=ChatEndpoint(options.judge) if options.judge.url else None,
+            recordings=load_recordings(options.user.transcripts) if recorded else {},
+            system_prompt=Path(prompt).read_text(encoding="utf-8") if prompt else "",
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of tasks in the split."""
+        return len(self._ids)
+
+    def task(self, index: int) -> Task:
+        """Task `index`; IndexError past the end."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"tau2 task {index}: the {self.split} split has tasks 0 to {self.size - 1}")
+        task_id = self._ids[index]
+        mode = "-solo" if self.options.solo else ""
+        return Task(f"tau2-{self.options.domain}{mode}-{task_id}", {"id": task_id, **self.stamp()})
+
+    def environment(self, task: Task) -> Tau2Environment:
+        """A fresh episode of `task`."""
+        stamp = {name: value for name, value in task.data.items() if name != "id"}
+        return Tau2Environment(
+            self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **stamp}
+        )
+
+    def stamp(self) -> dict[str, Any]:
+        """What every report about these tasks must say."""
+        options = self.options
+        stamp = {
+            "benchmark": self.context.domain.package.label,
+            "domain": options.domain,
+            "solo": options.solo,
+            "split": options.train_split if self.split == "train" else options.heldout_split,
+            "user": "none" if options.solo else options.user.kind,
+            "reward_policy": options.reward_basis,
+            "prompt": "own"
+            if options.system_prompt_file or options.tool_descriptions == "short"
+            else "benchmark",
+        }
+        if self._overlap:
+            stamp["trained_on_evaluation_tasks"] = self._overlap
+        return stamp
+
+
+def build(options: Mapping[str, Any], split: Split, seed: int) -> Tau2Tasks:
+    """Factory of the environment registry: see `options.Tau2Options` for the options."""
+    return Tau2Tasks(parse(options), split, seed)
+
+
+def _domain(options: Tau2Options, split: Split) -> Domain:
+    tasks = options.task_file
+    if split == "heldout" and options.heldout_task_file:
+        tasks = options.heldout_task_file
+    files = DomainFiles(tasks, options.database_file, options.user_database_file)
+    return Domain(package.load(), options.domain, options.solo, files)
+
+
+def _task_ids(options: Tau2Options, domain: Domain, split: Split) -> tuple[list[str], int]:
+    """(ids of the split, how many training tasks are evaluation tasks). ValueError if there are some, unasked."""
+    if split == "heldout":
+        ids = [
+            task_id for task_id in domain.split(options.heldout_split) if _playable(options, domain, task_id)
+        ]
+        train = set(domain.split(options.train_split)) if not options.heldout_task_file else set()
+        return ids, len(train & set(ids)) if options.train_on_evaluation_tasks else 0
+    excluded = {task_id for name in options.exclude_splits for task_id in domain.split(name)}
+    ids = [task_id for task_id in domain.split(options.train_split) if task_id not in excluded]
+    ids = [task_id for task_id in ids if _playable(options, domain, task_id)]
+    evaluation = set() if options.heldout_task_file else set(domain.split(options.heldout_split))
+    evaluation |= set(domain.splits().get("test", ()))
+    overlap = len(evaluation & set(ids))
+    if overlap and not options.train_on_evaluation_tasks:
+        raise ValueError(
+            f"tau2: {overlap} of {len(ids)} training tasks (train_split: {options.train_split}) are evaluation tasks "
+            f"(heldout_split: {options.heldout_split}, or test): train on another split, add exclude_splits: [test], "
+            "or set train_on_evaluation_tasks: true, which every report will say"
+        )
+    if not ids:
+        raise ValueError(f"tau2: no training tasks are left of {options.train_split} after exclude_splits")
+    return ids, overlap
+
+
+def _playable(options: Tau2Options, domain: Domain, task_id: str) -> bool:
+    """In solo mode the benchmark plays only tasks that have what a solo agent needs."""
+    return not options.solo or bool(domain.package.LLMSoloAgent.check_valid_task(domain.tasks[task_id]))
+
+
+def _user(context: Tau2Context, task: Any) -> User | None:
+    options = context.options
+    if options.solo:
+        return None
+    if context.user_endpoint is not None:
+        return EndpointUser(context.user_endpoint)
+    if options.user.kind == "scripted":
+        return ScriptedUser(str(task.user_scenario))
+    if task.id not in context.recordings:
+        raise EnvironmentFailure(f"{options.user.transcripts} holds no conversation of task {task.id!r}")
+    return RecordedUser(context.recordings[task.id])
+
+
+def _step(pending: Pending) -> Step:
+    done = pending.turn == "done"
+    return Step(list(map(_message, pending.messages)), done, truncated=pending.termination == "max_steps")
+
+
+def _message(message: ChatMessage) -> Message:
+    calls = tuple(
+        ToolCall(call["function"]["name"], _loads(call["function"]["arguments"]), call["id"])
+        for call in message.get("tool_calls", ())
+    )
+    return Message(message["role"], message["content"], calls)
+
+
+def _loads(arguments: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(arguments)
+    return value
+
+
+def _shortened(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with one line of description and without descriptions of parameters."""
+    function = schema["function"]
+    parameters = function["parameters"]
+    short = {
+        name: {key: value for key, value in spec.items() if key not in ("description", "title")}
+        for name, spec in parameters.get("properties", {}).items()
+    }
+    kept = {key: value for key, value in parameters.items() if key not in ("title", "description")}
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": function["description"].split("\n", 1)[0],
+            "parameters": {**kept, "properties": short},
+        },
+    }
