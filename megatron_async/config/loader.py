@@ -64,14 +64,19 @@ def apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(
             [f"--set {override}: expected KEY=VALUE with a dotted key, such as optimizer.lr=1e-6"]
         )
-    node = data
+    assign(data, key.strip(), parse_yaml(text, f"--set {override}"), f"--set {override}")
+
+
+def assign(data: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set `a.b` in nested dicts, made where missing; raises ConfigError when `a` is there and no mapping."""
+    parts, node = key.split("."), data
     for depth, part in enumerate(parts[:-1]):
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
             above = ".".join(parts[: depth + 1])
-            raise ConfigError([f"--set {override}: {above} is {child!r}, which has no keys of its own"])
+            raise ConfigError([f"{where}: {above} is {child!r}, which has no keys of its own"])
         node = child
-    node[parts[-1]] = parse_yaml(text, f"--set {override}")
+    node[parts[-1]] = value
 
 
 def _resolve_layout(layout: LayoutConfig) -> LayoutConfig:
