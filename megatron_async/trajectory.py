@@ -399,7 +399,7 @@ class Trajectory:
             raise TrajectoryError(
                 f"{self._name}: routed experts changed shape from {old.shape[1:]} to {array.shape[1:]}"
             )
-        if array.size and not (0 <= array.min() and array.max() <= INT16_MAX):
+        if array.size and not (array.min() >= 0 and array.max() <= INT16_MAX):
             raise TrajectoryError(
                 f"{self._name}: expert ids must be in [0, {INT16_MAX}]; got {array.min()}..{array.max()}"
             )

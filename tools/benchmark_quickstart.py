@@ -80,12 +80,13 @@ def measure_run(seed: int, overrides: list[str]) -> dict[str, Any]:
 def outcome(run: Path) -> dict[str, Any]:
     """What the run's folder says."""
     report = Report.from_folder(run)
-    if report.before is None or report.after is None:
+    if len(report.evaluations) < 2:
         raise RuntimeError(f"{run} has no evaluations before and after; see its logs")
+    before, after = report.evaluations[0], report.evaluations[-1]
     return {
-        "before": report.before["success_rate"],
-        "after": report.after["success_rate"],
-        "stderr": [report.before["stderr"], report.after["stderr"]],
+        "before": before["success_rate"],
+        "after": after["success_rate"],
+        "stderr": [before["stderr"], after["stderr"]],
         "gain_points": report.gain_points,
         "version_gap_mean": report.version_gap_mean,
         "histogram": report.version_gap_histogram,

@@ -18,14 +18,14 @@ from megatron_async.objectives.preset import PRESETS
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "algorithms"
 BEGIN, END = "<!-- from the registry: begin -->", "<!-- from the registry: end -->"
 
-_HEAD = f"""# Methods
+_HEAD = """# Methods
 
 Tables made from the registry by `python -m tools.render_objectives`; do not edit.
 
 Every method is a preset on one loss kernel, L = -(1/N) Σ m · sg[w] · S(ratio, Â), and chooses its four inputs: the
 **anchor** (whose log-probs stand in the ratio's denominator), a detached **weight** w, a **mask** m and a
-**surrogate** S. N counts the action tokens of the *global* batch, rejected ones included unless `objective.rejected_in_denominator`
-is false. Symbols:
+**surrogate** S. N counts the action tokens of the *global* batch, rejected ones included unless
+`objective.rejected_in_denominator` is false. Symbols:
 
 | symbol | name in code | meaning |
 | --- | --- | --- |
@@ -42,23 +42,23 @@ Papers that the pages call by a letter: **A** *Missing Old Logits in Asynchronou
 
 Select one by `objective.name`; the first anchor and the first weight of a row are what `auto` takes.
 
-{{table}}
+{table}
 ## Anchors
 
 | name | exact | meaning |
 | --- | --- | --- |
-{{anchors}}
+{anchors}
 
-`ewma` is described in [ewma.md](ewma.md), `linear` and `loglinear` in [interpolated.md](interpolated.md). How rewards become
-advantages: [advantages.md](advantages.md).
+`ewma` is described in [ewma.md](ewma.md), `linear` and `loglinear` in [interpolated.md](interpolated.md). How rewards
+become advantages: [advantages.md](advantages.md).
 
 ## Every method also takes
 
 - `aggregation`: `token_mean` (weighs tokens alike), `sequence_mean_token_mean` (weighs trajectories alike),
   `sequence_sum` (the unnormalised policy gradient per trajectory). All divide by counts of the global batch, so
   cutting it into micro-batches or over ranks changes nothing.
-- `kl_coefficient` and `kl_estimator`: a penalty on every action token towards the reference policy. k1 = log π - log ref
-  has an expected gradient of zero on fresh samples and only measures; k2 and k3 pull.
+- `kl_coefficient` and `kl_estimator`: a penalty on every action token towards the reference policy. k1 = log π - log
+  ref has an expected gradient of zero on fresh samples and only measures; k2 and k3 pull.
 - `entropy_coefficient`: a bonus on the mean entropy of the action tokens.
 - `dual_clip` (methods with a min-clip): for Â < 0 the surrogate is at least `dual_clip`·Â.
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -75,15 +74,16 @@ def processes_of(marker: Path) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a run that was launched and ended by itself."""
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was launched and ended by itself; its old log-probs come from the snapshot history."""
     folder = tmp_path_factory.mktemp("job")
-    job = start(write_config(folder, checkpoint))
+    objective = {"anchor": "snapshot", "mask_low": 0.5, "mask_high": 2.0}
+    job = start(write_config(folder, checkpoint, objective=objective))
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 0, output
     assert "held-out success before" in output
     assert processes_of(folder) == []
-    yield folder / "runs" / "job"
+    return folder / "runs" / "job"
 
 
 def test_every_step_trained_and_the_gap_is_bounded(finished: Path) -> None:
@@ -100,6 +100,21 @@ def test_engine_noise_at_gap_zero_is_rounding(finished: Path) -> None:
     first = read_metrics(finished)[0]
     assert first["version_gap/max"] == 0
     assert 0 < first["objective/engine_noise"] <= 1e-5
+
+
+def test_old_logprobs_are_exact_at_every_gap(finished: Path) -> None:
+    """At this learning rate the policy moves by |log ratio| of about 0.5 a step; the exact anchor sees none of it."""
+    rows = read_metrics(finished)
+    assert rows[-1]["version_gap/max"] >= 1
+    assert all(row["objective/anchor/exact"] == 1.0 for row in rows)
+    # fp32 rounding of two engines, as at gap 0.
+    assert all(row["objective/log_discrepancy/mean_abs"] <= 1e-5 for row in rows)
+    stale = [row for row in rows if row["version_gap/min"] >= 1]
+    assert all(row["objective/log_staleness/mean_abs"] >= 1e-2 for row in stale)
+    assert all(row["old_logits/shards_per_trajectory"] >= 1 for row in rows)
+    assert rows[-1]["snapshots/versions"] <= 1 + 2
+    for rank in ("rank_0000", "rank_0001"):
+        assert (finished / "snapshots" / rank / "manifest.json").exists()
 
 
 def test_versions_steps_and_trajectories_are_in_the_bank(finished: Path) -> None:
