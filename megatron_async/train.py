@@ -14,7 +14,7 @@ from megatron_async.engine.policy import TrainStepResult
 from megatron_async.engine.sequences import Sequence
 from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
-from megatron_async.training.batch import Batch, to_sequences, with_arrays
+from megatron_async.training.batch import Batch, IdleWork, to_sequences, unrewarded_sequences, with_arrays
 from megatron_async.training.loss import batch_state, global_counts, policy_loss
 from megatron_async.training.metrics import active_fraction
 from megatron_async.training.publishing import Published
@@ -45,14 +45,24 @@ class Loop:
     def step(self, step: int) -> None:
         session, version = self.session, self.session.version
         with session.stage("wait_batch", step):
-            batch = self.assemble(session.feed.take(step, version), version)
+            batch = self.assemble(session.feed.take(step, version, self.idle_work), version)
         with session.stage("old_logits", step):
             sequences = to_sequences(batch)
-            anchors = self.old_logits.score(sequences)
+            anchors = self.old_logits.score(sequences, batch.trained_ids)
         with session.stage("update", step):
             results = self.update(sequences, anchors)
         published = self.advance(step, results) if any(r.skipped is None for r in results) else None
         session.finish_step(step, batch, anchors, self.objective, results, published)
+
+    @property
+    def idle_work(self) -> IdleWork | None:
+        """What to do with finished trajectories while their batch is incomplete: score them ahead, if of use."""
+        return self.score_ahead if self.old_logits.scores_ahead else None
+
+    def score_ahead(self, trajectories: list[Trajectory]) -> None:
+        """Old log-probs of trajectories that wait; the batch finds them."""
+        sequences = unrewarded_sequences(trajectories, self.session.version)
+        self.old_logits.score_ahead(sequences, [trajectory.trajectory_id for trajectory in trajectories])
 
     def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
         """Rewards to advantages; groups without any signal are left out of the loss if so configured."""

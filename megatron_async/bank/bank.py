@@ -15,7 +15,7 @@ as its transaction takes (milliseconds); an asyncio program calls it in a thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -172,6 +172,15 @@ class Bank:
     def peek_ready(self, group_size: int) -> int:
         """Complete groups that wait, stale ones not yet marked included."""
         return self._read(lambda conn: batches.ready(conn, group_size))
+
+    def list_waiting(self, known: Container[str], min_version: int, max_tokens: int) -> list[Trajectory]:
+        """Finished trajectories that wait to be trained, oldest first, without those whose id is known.
+
+        At most `max_tokens` tokens in all (one trajectory at least), none with a token older than `min_version`.
+        Reads the row of every waiting trajectory; nothing is reserved or changed.
+        """
+        found = self._read(lambda conn: batches.ahead(conn, known, min_version, max_tokens))
+        return [Trajectory.from_bytes(data) for data in found]
 
     def commit_step(
         self, step: int, version_before: int, version_after: int, metrics: dict[str, Any] | None = None

@@ -8,7 +8,7 @@ steps become `redo`: taking them again gives the recorded batches in the recorde
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,22 @@ def ready(conn: Connection, group_size: int) -> int:
     """Complete groups that wait."""
     query = select(func.count()).select_from(groups).where(groups.c.queue >= group_size)
     return int(conn.execute(query).scalar_one())
+
+
+def ahead(conn: Connection, known: Container[str], min_version: int, max_tokens: int) -> list[bytes]:
+    """See `Bank.list_waiting`."""
+    columns = (trajectories.c.position, trajectories.c.trajectory_id, trajectories.c.tokens)
+    query = select(*columns).join(groups, groups.c.position == trajectories.c.group_position)
+    query = query.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value)
+    query = query.where(trajectories.c.min_version >= min_version).order_by(trajectories.c.position)
+    chosen: list[int] = []
+    room = max_tokens
+    for row in conn.execute(query):
+        if row.trajectory_id not in known and (row.tokens <= room or not chosen):
+            chosen.append(row.position)
+            room -= row.tokens
+    found = select(payloads.c.data).where(payloads.c.position.in_(chosen)).order_by(payloads.c.position)
+    return list(conn.execute(found).scalars()) if chosen else []
 
 
 def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[str, Any]) -> None:

@@ -249,6 +249,9 @@ class SnapshotsConfig:
     """zstd level of what goes to disk; 0 writes it as it is. Higher is smaller and slower."""
     background: bool = True
     """Record a version while it is published. false makes the loop wait for it."""
+    eager: bool = True
+    """Score finished trajectories while the trainer waits for its batch, so that little is left to do when it comes.
+    Costs nothing but idle time, delays a batch by at most one round of micro-batches."""
     threads: int = 1
     """Threads that encode and restore. They share the rank's cores with its forward pass, though never at once."""
 

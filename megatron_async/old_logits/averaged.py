@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +55,7 @@ class AveragedSource(OldLogitSource):
         self._with_start = with_start
         self._weights = Weights(dict(policy.named_parameters()), task_words=None, threads=1)
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
+    def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
         if not sequences:
             return AnchorLogprobs("approximate", metrics=self.average.metrics())
         seconds: dict[str, float] = {"forward": 0.0}

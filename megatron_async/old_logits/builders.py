@@ -66,6 +66,7 @@ def _over(request: _Request, history: WeightHistory) -> SnapshotSource:
         with_start=request.statistics,
         reuse_training_forward=request.reuses_training_forward,
         background=request.config.snapshots.background,
+        eager=request.config.snapshots.eager,
     )
 
 

@@ -6,18 +6,21 @@ Invariants:
 - The weights come back bit for bit, digests compared, also when scoring fails.
 - A version that cannot be restored raises; no other weights stand in for it.
 - A token that was sampled over another version's KV cache is scored, but never called exact.
+- What was scored ahead, while the trainer waited, is what would be scored at batch time: same versions, same cuts.
 Formula source: A, route 1 (formulas §3).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
+from megatron_async.old_logits.pool import ScorePool
 from megatron_async.old_logits.shards import VersionShard, token_versions, version_shards
 from megatron_async.old_logits.source import AnchorLogprobs, Flags, LogProbs, OldLogitSource, timed
 from megatron_async.snapshots import CaptureReport, SnapshotStore, WeightHistory
@@ -32,13 +35,21 @@ class _Stage:
     forward_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """What was scored ahead since the last batch."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+
+
 class SnapshotSource(OldLogitSource):
     """Anchor `snapshot`, over any history of this rank's weights (differences, or full copies).
 
     history: holds the present weights as its live version. with_start: also score the starting weights, for
     objectives with statistics of the whole batch. reuse_training_forward: tokens of the live version take the values of
     the training forward, which are the same numbers while a batch is used for one update. background: capture while the
-    loop goes on to publish.
+    loop goes on to publish. eager: score finished trajectories while the trainer waits for its batch.
     """
 
     def __init__(
@@ -49,6 +60,7 @@ class SnapshotSource(OldLogitSource):
         with_start: bool,
         reuse_training_forward: bool,
         background: bool = True,
+        eager: bool = False,
     ) -> None:
         self.history = history
         self._policy = policy
@@ -57,8 +69,15 @@ class SnapshotSource(OldLogitSource):
         self._background = background
         self._captured: CaptureReport | None = None
         self._capture_wait = 0.0
+        self._eager = eager
+        self._pool = ScorePool()
+        self._ahead = _Ahead()
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
+    @property
+    def scores_ahead(self) -> bool:
+        return self._eager
+
+    def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
         """See `OldLogitSource.score`.
 
         Raises:
@@ -79,8 +98,10 @@ class SnapshotSource(OldLogitSource):
         if start is not None:
             for value, scored, flags in zip(values, start, known, strict=True):
                 value[flags] = scored[flags]
-        shards = version_shards(versions, [mask & ~done for mask, done in zip(actions, known, strict=True)])
-        self._visit(sequences, shards, values, stage)
+        wanted = [mask & ~done for mask, done in zip(actions, known, strict=True)]
+        ahead = self._take_pooled(ids, wanted, values)
+        missing = [mask & ~done for mask, done in zip(wanted, ahead, strict=True)]
+        self._visit(sequences, version_shards(versions, missing), values, stage)
         exact = [mask & ~s.arrays["kv_mismatch"] for mask, s in zip(actions, sequences, strict=True)]
         return AnchorLogprobs(
             "exact",
@@ -92,9 +113,22 @@ class SnapshotSource(OldLogitSource):
             metrics={
                 **self._sharding(versions, actions, stage),
                 **_shares(actions, exact),
+                **self._ahead_metrics(actions, wanted, ahead),
                 **self._storage(),
             },
         )
+
+    def score_ahead(self, sequences: list[Sequence], ids: SequenceOf[str]) -> None:
+        """See `OldLogitSource.score_ahead`; raises as `score` does."""
+        began, stage, live = time.perf_counter(), _Stage(), self.history.live_version
+        versions = [token_versions(sequence, live) for sequence in sequences]
+        actions = [sequence.arrays["action_mask"] for sequence in sequences]
+        values = [np.full(len(sequence), np.nan, np.float32) for sequence in sequences]
+        self._visit(sequences, version_shards(versions, actions), values, stage)
+        for key, scored, held, mask in zip(ids, values, versions, actions, strict=True):
+            self._pool.add(key, scored, int(held[mask].min(initial=live)))
+        self._ahead.seconds += time.perf_counter() - began
+        self._ahead.tokens += sum(int(mask.sum()) for mask in actions)
 
     def updated(self, version: int, oldest_needed: int) -> None:
         """Record the step to the weights that the policy holds now.
@@ -104,6 +138,7 @@ class SnapshotSource(OldLogitSource):
                 background, raised by the next `settle`).
         """
         self.settle()
+        self._pool.forget_older_than(oldest_needed)
         history = self.history
         history.set_needed([known for known in history.versions() if known >= oldest_needed])
         if self._background and isinstance(history, SnapshotStore):
@@ -124,6 +159,17 @@ class SnapshotSource(OldLogitSource):
         self.history.close()
 
     # ---- scoring -------------------------------------------------------------------------------------------------
+
+    def _take_pooled(self, ids: SequenceOf[str], wanted: Flags, values: LogProbs) -> Flags:
+        """Fill in what was scored ahead; returns which tokens."""
+        filled = []
+        for key, mask, value in zip(ids, wanted, values, strict=True):
+            scored = self._pool.take(key)
+            found = np.zeros_like(mask) if scored is None else mask & ~np.isnan(scored)
+            if scored is not None:
+                value[found] = scored[found]
+            filled.append(found)
+        return filled
 
     def _score_start(self, sequences: list[Sequence], stage: _Stage) -> LogProbs:
         start, stage.seconds["forward"] = timed(lambda: self._policy.logprobs(sequences))
@@ -168,6 +214,20 @@ class SnapshotSource(OldLogitSource):
             "old_logits/shards_per_trajectory": pairs / len(versions),
             "old_logits/forward_tokens": float(stage.forward_tokens),
             "old_logits/steps": float(stage.steps),
+        }
+
+    def _ahead_metrics(self, actions: Flags, wanted: Flags, ahead: Flags) -> dict[str, float]:
+        """Shares scored ahead: of the action tokens, and of those that the stage needed log-probs for."""
+        if not self._eager:
+            return {}
+        done, self._ahead = self._ahead, _Ahead()
+        served = sum(int(flags.sum()) for flags in ahead)
+        return {
+            "old_logits/ahead/share": served / max(1, sum(int(mask.sum()) for mask in actions)),
+            "old_logits/ahead/share_of_needed": served / max(1, sum(int(mask.sum()) for mask in wanted)),
+            "old_logits/ahead/seconds": done.seconds,
+            "old_logits/ahead/tokens": float(done.tokens),
+            "old_logits/ahead/pool": float(len(self._pool)),
         }
 
     def _capture_seconds(self) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,9 +52,21 @@ class AnchorLogprobs:
 class OldLogitSource(Protocol):
     """Recovers anchor log-probs. Every method is collective over all trainer ranks, except `close`."""
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
-        """Anchor of every action token of the batch, before its update. The weights are as before afterwards."""
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether `score_ahead` is of use while the trainer waits for its batch."""
+        return False
+
+    def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
+        """Anchor of every action token of the batch, before its update. The weights are as before afterwards.
+
+        ids: the sequences' trajectories, by which what was scored ahead is found.
+        """
         ...
+
+    def score_ahead(self, sequences: list[Sequence], ids: SequenceOf[str]) -> None:
+        """Score finished trajectories before the batch that they will be in is built."""
+        return
 
     def updated(self, version: int, oldest_needed: int) -> None:
         """The policy's weights are now `version`; called once per version, before it is published.
@@ -82,7 +95,7 @@ class StartSource(OldLogitSource):
         self._policy = policy
         self._separate_pass = separate_pass
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
+    def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
         if not self._separate_pass or not sequences:
             return AnchorLogprobs(kind="approximate")
         start, seconds = timed(lambda: self._policy.logprobs(sequences))
@@ -99,7 +112,7 @@ class RolloutSource(OldLogitSource):
         self._policy = policy
         self._with_start = with_start
 
-    def score(self, sequences: list[Sequence]) -> AnchorLogprobs:
+    def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
         if not self._with_start or not sequences:
             return AnchorLogprobs(kind="behaviour")
         start, seconds = timed(lambda: self._policy.logprobs(sequences))

@@ -22,6 +22,10 @@ from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.control import Control
 from megatron_async.trajectory import Trajectory
 
+IdleWork = Callable[[list[Trajectory]], None]
+
+_BATCH, _MEANWHILE = b"B", b"M"
+
 
 class BatchDeadline(UserError):
     """No batch became ready in time."""
@@ -39,6 +43,10 @@ class Batch:
     advantages: list[float]
     trained: list[int]
     version: int
+
+    @property
+    def trained_ids(self) -> list[str]:
+        return [self.trajectories[i].trajectory_id for i in self.trained]
 
     @property
     def rewards(self) -> list[float]:
@@ -66,31 +74,52 @@ class BatchFeed:
         self._control = control
         self._bank = bank
         self._on_wait = on_wait
+        self._offered: set[str] = set()
 
-    def take(self, step: int, version: int) -> list[Trajectory]:
+    def take(self, step: int, version: int, idle: IdleWork | None = None) -> list[Trajectory]:
         """The batch of `step`, no token of it older than `version - max_staleness`.
 
+        idle: called on every rank while the batch is incomplete, with finished trajectories that it was not called
+        with before, about one micro-batch of them per rank.
         Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing.
         """
-        packed = self._control.from_rank_zero(
-            lambda: _join([t.to_bytes() for t in self._wait(step, version)])
-        )
-        return [Trajectory.from_bytes(part) for part in _split(packed)]
+        started = time.monotonic()
+        while True:
+            message = self._control.from_rank_zero(
+                lambda: self._next(step, version, started, idle is not None)
+            )
+            trajectories = [Trajectory.from_bytes(part) for part in _split(message[1:])]
+            if message[:1] == _BATCH or idle is None:
+                self._offered -= {trajectory.trajectory_id for trajectory in trajectories}
+                return trajectories
+            idle(trajectories)
 
-    def _wait(self, step: int, version: int) -> list[Trajectory]:
+    def _next(self, step: int, version: int, started: float, has_idle_work: bool) -> bytes:
+        """The batch, or what can be worked on meanwhile."""
         assert self._bank is not None, "rank 0 owns the bank"
-        config, started = self._config, time.monotonic()
+        config = self._config
         oldest = version - config.rollout.max_staleness
         while True:
             batch = self._bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)
             if batch:
-                return batch
+                return _BATCH + _join([trajectory.to_bytes() for trajectory in batch])
             waited = time.monotonic() - started
             if waited > config.trainer.deadline_s:
                 raise BatchDeadline(self._deadline_message(step, waited))
             ready = self._bank.peek_ready(config.batch.group_size)
             self._on_wait(f"batch: {ready} of {config.batch.groups} groups")
+            if has_idle_work and (offered := self._offer(oldest)):
+                return _MEANWHILE + _join([trajectory.to_bytes() for trajectory in offered])
             time.sleep(config.rollout.poll_s / 2)
+
+    def _offer(self, oldest: int) -> list[Trajectory]:
+        assert self._bank is not None
+        layout = self._config.layout
+        ranks = layout.data_parallel_size * layout.context_parallel_size
+        room = self._config.trainer.micro_batch_tokens * ranks
+        offered = self._bank.list_waiting(self._offered, oldest, room)
+        self._offered |= {trajectory.trajectory_id for trajectory in offered}
+        return offered
 
     def _deadline_message(self, step: int, waited: float) -> str:
         assert self._bank is not None
@@ -101,6 +130,11 @@ class BatchFeed:
             f"ready, {config.batch.groups} are needed; trajectories by state: {self._bank.counts()}. Look at what "
             "the rollout waits for (status/rollout.json, logs/rollout.log), or raise trainer.deadline_s."
         )
+
+
+def unrewarded_sequences(trajectories: SequenceOf[Trajectory], version: int) -> list[Sequence]:
+    """Engine sequences of trajectories that are only scored; arrays as in `to_sequences`, advantages 0."""
+    return [_to_sequence(trajectory, 0.0, version) for trajectory in trajectories]
 
 
 def to_sequences(batch: Batch) -> list[Sequence]:

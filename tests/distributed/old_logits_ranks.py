@@ -28,9 +28,10 @@ from megatron_async.old_logits.shards import version_shards
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.snapshots import FullCopyStore, SnapshotConfig, SnapshotStore, WeightHistory
 from tests.distributed.engine_ranks import parse_layout
-from tests.old_logits_batches import OPTIMIZER, policy_gradient, versioned_sequences
+from tests.old_logits_batches import LENGTHS, OPTIMIZER, policy_gradient, versioned_sequences
 
 VERSIONS = int(os.environ.get("OLD_LOGITS_VERSIONS", "5"))
+IDS = [f"t{i}" for i in range(len(LENGTHS))]
 Bits = dict[str, str]
 LogProbs = list[np.ndarray]
 
@@ -137,8 +138,8 @@ def inspect(directory: Path, case: str) -> dict[str, Any]:
         history.append([master.double().clone() for master in policy.masters()])
         source.settle()
         run.note(version)
-    exact, by_copies, reused = (part.score(run.batch) for part in (source, full, reusing))
-    proxy = averaged.score(run.batch)
+    exact, by_copies, reused = (part.score(run.batch, IDS) for part in (source, full, reusing))
+    proxy = averaged.score(run.batch, IDS)
     after = bits(policy)
     found = {
         "versions": store.versions(),

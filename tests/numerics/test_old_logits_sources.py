@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.engine.sequences import Sequence
+from megatron_async.old_logits import AnchorLogprobs, OldLogitSource
 from megatron_async.old_logits.averaged import AveragedSource, exchanged
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage
 from megatron_async.old_logits.shards import version_shards
@@ -90,6 +91,10 @@ def source_at(
     return policy, source
 
 
+def score(source: OldLogitSource, sequences: list[Sequence]) -> AnchorLogprobs:
+    return source.score(sequences, [f"t{i}" for i in range(len(sequences))])
+
+
 def check_each_token_has_its_version(values: np.ndarray, versions: list[int]) -> None:
     for t, version in enumerate(versions):
         if version >= 0:
@@ -100,7 +105,7 @@ def check_each_token_has_its_version(values: np.ndarray, versions: list[int]) ->
 def test_newest_first_each_sequence_only_where_it_belongs_and_cut_at_its_last_token(kind: str) -> None:
     rows = [[-1, 7, 7, 8, -1], [-1, -1, 9, 9], [-1, 7, -1, -1, 9, -1]]
     policy, source = source_at(9, kind=kind)
-    found = source.score([sequence(row, 9) for row in rows])
+    found = score(source, [sequence(row, 9) for row in rows])
     assert policy.forwards == [(9.0, [4, 5]), (8.0, [4]), (7.0, [3, 2])]
     for values, row in zip(found.values or [], rows, strict=True):
         check_each_token_has_its_version(values, row)
@@ -112,7 +117,7 @@ def test_newest_first_each_sequence_only_where_it_belongs_and_cut_at_its_last_to
 
 def test_tokens_of_the_live_version_are_left_to_the_training_forward() -> None:
     policy, source = source_at(3, reuse_training_forward=True)
-    found = source.score([sequence([-1, 2, 3, 3], 3), sequence([-1, 3], 3)])
+    found = score(source, [sequence([-1, 2, 3, 3], 3), sequence([-1, 3], 3)])
     assert policy.forwards == [(2.0, [2])]
     assert found.is_current is not None
     assert found.is_current[0].tolist() == [False, False, True, True]
@@ -121,7 +126,7 @@ def test_tokens_of_the_live_version_are_left_to_the_training_forward() -> None:
 
 def test_a_batch_of_the_live_version_alone_travels_nowhere() -> None:
     policy, source = source_at(3, reuse_training_forward=True)
-    found = source.score([sequence([-1, 3, 3], 3)])
+    found = score(source, [sequence([-1, 3, 3], 3)])
     assert policy.forwards == []
     assert found.metrics["old_logits/steps"] == 0
     assert found.seconds["travel"] == 0.0
@@ -130,7 +135,7 @@ def test_a_batch_of_the_live_version_alone_travels_nowhere() -> None:
 def test_statistics_of_the_batch_get_a_whole_pass_that_serves_the_live_version_too() -> None:
     policy, source = source_at(2, with_start=True, reuse_training_forward=True)
     rows = [[-1, 1, 2], [-1, 2, 2, -1]]
-    found = source.score([sequence(row, 2) for row in rows])
+    found = score(source, [sequence(row, 2) for row in rows])
     assert policy.forwards == [(2.0, [3, 4]), (1.0, [2])]
     assert found.is_current is None
     assert [len(start) for start in found.required_start()] == [3, 4]
@@ -139,7 +144,7 @@ def test_statistics_of_the_batch_get_a_whole_pass_that_serves_the_live_version_t
 
 def test_tokens_over_another_versions_kv_are_never_called_exact() -> None:
     _, source = source_at(2)
-    found = source.score([sequence([-1, 1, 2, 2], 2, flagged=(2, 3))])
+    found = score(source, [sequence([-1, 1, 2, 2], 2, flagged=(2, 3))])
     assert found.exact is not None
     assert found.exact[0].tolist() == [False, True, False, False]
     assert found.metrics["old_logits/share/exact"] == pytest.approx(1 / 3)
@@ -151,7 +156,7 @@ def test_a_version_that_is_not_there_raises_and_leaves_the_weights() -> None:
     source.history.set_needed([3])
     source.updated(4, oldest_needed=3)
     with pytest.raises(UnknownVersionError, match="version 1 is not"):
-        source.score([sequence([-1, 1, 3], 4)])
+        score(source, [sequence([-1, 1, 3], 4)])
     assert policy.weight[0].item() == 3.0
     assert source.history.live_version == 4
 
@@ -172,20 +177,20 @@ def test_a_capture_that_does_not_fit_raises_at_the_next_score(tmp_path: Path) ->
     policy.weight.normal_()
     source.updated(1, oldest_needed=0)
     with pytest.raises(BudgetExceededError, match="version 1"):
-        source.score([sequence([-1, 0], 1)])
+        score(source, [sequence([-1, 0], 1)])
 
 
 def test_writing_to_the_weights_while_scoring_is_found_and_mended() -> None:
     policy, source = source_at(2)
-    score = policy.logprobs
+    forward = policy.logprobs
 
     def meddling(sequences: list[Sequence]) -> list[np.ndarray]:
         policy.weight[7] += 1.0
-        return score(sequences)
+        return forward(sequences)
 
     policy.logprobs = meddling  # type: ignore[method-assign]
     with pytest.raises(DigestMismatchError):
-        source.score([sequence([-1, 0, 1], 2)])
+        score(source, [sequence([-1, 0, 1], 2)])
     assert (policy.weight == 2.0).all()
 
 
@@ -215,7 +220,7 @@ def test_the_average_scores_and_the_weights_return() -> None:
     policy.weight.fill_(3.0)
     source.updated(1, oldest_needed=0)
     # (0.5 * 0 + 1 * 3) / 1.5 = 2
-    found = source.score([sequence([-1, 0, 1], 1)])
+    found = score(source, [sequence([-1, 0, 1], 1)])
     assert [now for now, _ in policy.forwards] == [3.0, 2.0]
     np.testing.assert_allclose((found.values or [])[0], [-2.0, -2.01, -2.02], rtol=1e-6)
     assert found.kind == "approximate"
@@ -268,3 +273,41 @@ def test_current_tokens_take_the_forwards_own_values_in_the_loss() -> None:
     assert batch.anchor_logprobs is not None
     assert batch.anchor_logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert not batch.anchor_logprobs.requires_grad
+
+
+def test_what_was_scored_ahead_is_not_scored_again() -> None:
+    policy, source = source_at(4, eager=True, reuse_training_forward=True)
+    early, late = [-1, 3, 4, 4], [-1, 2, 4]
+    source.score_ahead([sequence(early, 4)], ["early"])
+    policy.forwards.clear()
+    policy.weight.fill_(5.0)
+    source.updated(5, oldest_needed=2)
+    found = source.score([sequence(early, 5), sequence(late, 5)], ["early", "late"])
+    assert policy.forwards == [(4.0, [3]), (2.0, [2])]
+    for values, row in zip(found.values or [], (early, late), strict=True):
+        check_each_token_has_its_version(values, row)
+    assert found.metrics["old_logits/ahead/share"] == pytest.approx(3 / 5)
+    assert found.metrics["old_logits/ahead/tokens"] == 3
+    assert found.metrics["old_logits/ahead/pool"] == 0
+
+
+def test_tokens_scored_ahead_that_the_training_forward_serves_are_left_to_it() -> None:
+    policy, source = source_at(4, eager=True, reuse_training_forward=True)
+    row = sequence([-1, 3, 4, 4], 4)
+    source.score_ahead([row], ["t0"])
+    policy.forwards.clear()
+    found = score(source, [row])
+    assert policy.forwards == []
+    assert np.isnan((found.values or [])[0]).tolist() == [True, False, True, True]
+    assert found.metrics["old_logits/ahead/share_of_needed"] == 1.0
+
+
+def test_the_pool_forgets_what_is_too_old_to_be_trained_on() -> None:
+    policy, source = source_at(4, eager=True)
+    source.score_ahead([sequence([-1, 2, 4], 4), sequence([-1, 4], 4)], ["old", "new"])
+    policy.weight.fill_(5.0)
+    source.updated(5, oldest_needed=3)
+    policy.forwards.clear()
+    found = source.score([sequence([-1, 4], 5)], ["new"])
+    assert policy.forwards == []
+    assert found.metrics["old_logits/ahead/pool"] == 0

@@ -1,0 +1,106 @@
+"""Looking at what waits to be trained without taking it, and the batch feed that offers it while it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_async.bank import Bank
+from megatron_async.trajectory import Trajectory
+from tests.bank_support import collect, collect_group, running, states
+
+PER_TRAJECTORY = 5  # tokens of one trajectory of bank_support
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'bank.sqlite'}"
+
+
+@pytest.fixture
+def bank(url: str) -> Iterator[Bank]:
+    with Bank.open(url) as bank:
+        yield bank
+
+
+def waiting(bank: Bank, known: tuple[str, ...] = (), min_version: int = 0, tokens: int = 1000) -> list[str]:
+    return [t.trajectory_id for t in bank.list_waiting(known, min_version, tokens)]
+
+
+def test_finished_members_are_seen_before_their_group_is_complete(bank: Bank, url: str) -> None:
+    collect(bank, "a.0", "a")
+    bank.start_trajectory(running("a.1", "a"))
+    collect_group(bank, "b")
+    assert waiting(bank) == ["a.0", "b.0", "b.1"]
+    assert waiting(bank, known=("b.0",)) == ["a.0", "b.1"]
+    assert states(url) == {"a.0": "finished", "a.1": "running", "b.0": "finished", "b.1": "finished"}
+
+
+def test_what_was_taken_or_is_too_old_is_not_seen(bank: Bank) -> None:
+    collect_group(bank, "a")
+    assert bank.take_batch(0, 1, 2, 0) is not None
+    for version in (1, 2):
+        bank.record_version(version, version - 1)
+    collect(bank, "b.0", "b", version=1)
+    collect(bank, "c.0", "c", version=2)
+    assert waiting(bank, min_version=2) == ["c.0"]
+    assert waiting(bank) == ["b.0", "c.0"]
+
+
+def test_no_more_tokens_than_asked_for_but_one_trajectory_at_least(bank: Bank) -> None:
+    collect_group(bank, "a", size=3)
+    assert waiting(bank, tokens=2 * PER_TRAJECTORY) == ["a.0", "a.1"]
+    assert waiting(bank, tokens=1) == ["a.0"]
+
+
+class Alone:
+    """The control channel of a trainer with one rank."""
+
+    def from_rank_zero(self, produce: Callable[[], bytes]) -> bytes:
+        return produce()
+
+
+def feed_over(bank: Bank, on_wait: Callable[[str], None]) -> Any:
+    from megatron_async.training.batch import BatchFeed
+
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(max_staleness=0, poll_s=0.0),
+        batch=SimpleNamespace(groups=1, group_size=2),
+        trainer=SimpleNamespace(deadline_s=30.0, micro_batch_tokens=2 * PER_TRAJECTORY),
+        layout=SimpleNamespace(data_parallel_size=1, context_parallel_size=1),
+    )
+    return BatchFeed(config, Alone(), bank, on_wait)  # type: ignore[arg-type]
+
+
+def test_the_feed_offers_each_waiting_trajectory_once_until_the_batch_is_complete(bank: Bank) -> None:
+    collect(bank, "a.0", "a")
+    collect(bank, "b.0", "b")
+    collect(bank, "c.0", "c")
+    offered: list[list[str]] = []
+
+    def work(trajectories: list[Trajectory]) -> None:
+        offered.append([t.trajectory_id for t in trajectories])
+        if len(offered) == 2:
+            collect(bank, "b.1", "b")
+
+    batch = feed_over(bank, lambda what: None).take(0, 0, work)
+    assert offered == [["a.0", "b.0"], ["c.0"]]
+    assert [t.trajectory_id for t in batch] == ["b.0", "b.1"]
+
+
+def test_without_idle_work_the_feed_only_waits(bank: Bank) -> None:
+    collect(bank, "a.0", "a")
+    looks: list[str] = []
+
+    def on_wait(what: str) -> None:
+        looks.append(what)
+        if len(looks) == 3:
+            collect(bank, "a.1", "a")
+
+    batch = feed_over(bank, on_wait).take(0, 0)
+    assert [t.trajectory_id for t in batch] == ["a.0", "a.1"]
+    assert looks == ["batch: 0 of 1 groups"] * 3
