@@ -1,7 +1,8 @@
 """Log-probs and entropy of tokens over logits whose vocabulary is cut over tensor-parallel ranks.
 
 Invariants:
-- The logits are never gathered, and never overwritten: ranks exchange one maximum and three sums per token.
+- The logits are never gathered, and the forward pass does not overwrite them: per token, ranks exchange one maximum and
+  three sums.
 - All arithmetic is fp32 whatever the logits' precision; fp32 temporaries cover ``chunk`` tokens at a time.
 - Temperature divides the logits, so values and gradients are those of the distribution that was sampled.
 
@@ -31,6 +32,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         group: Any,
         entropy: bool,
         chunk: int,
+        consume: bool,
     ) -> tuple[Tensor, Tensor]:
         first = dist.get_rank(group) * logits.shape[-1]
         local_targets = targets - first
@@ -55,7 +57,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         entropies = log_z - sums[2] / sums[0] if entropy else torch.zeros_like(log_z)
         share = (local_log_z - log_z).exp()
         ctx.save_for_backward(logits, local_targets, inside, scale, maximum + log_z, share, entropies)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.consume = chunk, consume
         ctx.set_materialize_grads(False)
         return sums[1] - log_z, entropies
 
@@ -66,7 +68,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         logprob_gradient, entropy_gradient = (None if g is None else g.float() * scale for g in gradients)
         if logprob_gradient is None:
             logprob_gradient = torch.zeros_like(log_z)
-        result = torch.empty_like(logits)
+        result = logits if ctx.consume else torch.empty_like(logits)
         for rows in _chunks(len(local_targets), ctx.chunk):
             log_p = _shifted(logits[rows], scale[rows], log_z[rows])
             gradient = log_p.softmax(-1)  # of this rank's slice; times its share, p
@@ -78,7 +80,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             at_target = logprob_gradient[rows].where(inside[rows], 0.0)
             gradient.scatter_add_(-1, local_targets[rows, None], at_target[:, None])
             result[rows] = gradient
-        return result, None, None, None, None, None
+        return result, None, None, None, None, None, None
 
 
 def _shifted(logits: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -98,23 +100,26 @@ def vocab_parallel_logprobs(
     *,
     entropy: bool = True,
     chunk: int | None = None,
+    consume: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each distribution, differentiable in the logits.
 
     Args:
-        logits: [S, V/tp] this rank's slice of the vocabulary, any floating dtype; left untouched.
+        logits: [S, V/tp] this rank's slice of the vocabulary, any floating dtype.
         targets: int64 [S], global token ids.
         inverse_temperature: [S], 1 / sampling temperature.
         group: tensor-parallel group.
         entropy: False skips the entropy (zeros are returned).
         chunk: tokens whose fp32 temporaries exist at once (default: as many as suit the device and the vocabulary).
+        consume: the backward pass writes the gradient over the logits, which saves their size in memory; for logits
+            that nothing else reads afterwards.
 
     Returns:
         fp32 log-probs [S] and entropies [S], in nats; equal on all ranks of the group.
     """
     if chunk is None:
         chunk = max(1, platform.setup().scratch_elements // logits.shape[-1])
-    return _VocabParallelLogProbs.apply(logits, targets, inverse_temperature, group, entropy, chunk)
+    return _VocabParallelLogProbs.apply(logits, targets, inverse_temperature, group, entropy, chunk, consume)
 
 
 def token_logprobs(
@@ -125,8 +130,16 @@ def token_logprobs(
     Args:
         logits: [1, S, V/tp] as GPTModel returns them.
     """
+    # By way of [S, 1, V/tp], the output layer's own shape: the gradient then has the strides that let its matrix
+    # product run as one instead of one per token.
+    by_position = logits.transpose(0, 1).squeeze(1)
     predicted, entropies = vocab_parallel_logprobs(
-        logits.squeeze(0), micro_batch.targets, micro_batch.inverse_temperature, group, entropy=entropy
+        by_position,
+        micro_batch.targets,
+        micro_batch.inverse_temperature,
+        group,
+        entropy=entropy,
+        consume=True,
     )
     first = micro_batch.packed.positions == 0
     return (

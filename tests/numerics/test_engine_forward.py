@@ -76,6 +76,19 @@ def test_entropy_can_be_left_out(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-6, atol=1e-6)
 
 
+def test_consuming_the_logits_gives_the_same_gradient(group: dist.ProcessGroup) -> None:
+    gradients = []
+    for consume in (False, True):
+        leaf, targets, inverse_temperature = make_inputs(torch.float32)
+        leaf.requires_grad_()
+        values = vocab_parallel_logprobs(
+            leaf * 1.0, targets, inverse_temperature, group, chunk=8, consume=consume
+        )
+        (values[0] * values[1]).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_may_use_only_one_of_the_two(group: dist.ProcessGroup, which: int) -> None:
     logits, targets, inverse_temperature = make_inputs(torch.float32)
