@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async import __version__
 from megatron_async.config import check, dump, load
-from megatron_async.config.estimate import describe
+from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 

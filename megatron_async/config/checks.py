@@ -12,6 +12,8 @@ import socket
 from megatron_async.config import methods
 from megatron_async.config.errors import ConfigError, nearest
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
+from megatron_async.config.placement import placement_problems
+from megatron_async.config.plan import memory_problems
 from megatron_async.config.schema import LayoutConfig, ObjectiveConfig, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
@@ -215,13 +217,15 @@ _POSITIVE = (
     "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
     "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
-    "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads",
+    "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads", "cluster.join_deadline_s",
+    "cluster.rendezvous_port",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
     "rollout.max_retries", "snapshots.device_bytes", "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
-    "objective.entropy_coefficient", "warm_start.context_weight",
+    "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
+    "cluster.device_memory_gib", "cluster.host_memory_gib", "cluster.engine_nodes",
 )  # fmt: skip
 
 
@@ -450,18 +454,31 @@ def _warn_places(config: RunConfig, shape: ModelShape | None) -> list[str]:
     return warnings
 
 
-def check(config: RunConfig, *, starts_engines: bool = False) -> list[str]:
+def _check_cluster(config: RunConfig) -> list[str]:
+    if not 0 <= config.cluster.headroom < 1:
+        return [f"cluster.headroom: {config.cluster.headroom} is outside [0, 1)"]
+    return placement_problems(config)
+
+
+def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: bool = True) -> list[str]:
     """Check a resolved configuration against itself, its checkpoint and (`starts_engines`) this machine's ports.
+
+    needs_weights: False is content with the checkpoint's config.json, for plans.
 
     Returns warnings, one sentence each. Raises ConfigError listing everything that would fail later.
     """
     layout_problems = _check_layout(config.layout)
     problems = _check_ranges(config) + layout_problems + _check_processes(config) + _check_batch(config)
     problems += _check_rollout(config) + _check_objective(config) + _check_advantage(config)
-    problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
+    if needs_weights:
+        problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
     shape = read_shape(config.model.path)
-    if shape is not None and not layout_problems:  # a size of 0 divides nothing
+    if not problems:  # a size of 0 divides nothing
+        problems += _check_cluster(config)
+    if shape is not None and not layout_problems:
         problems += _check_model(config, shape)
+    if shape is not None and not problems:
+        problems += memory_problems(shape, config)
     problems += _check_ports(config, starts_engines)
     if problems:
         raise ConfigError(problems)

@@ -1,15 +1,14 @@
 """What a configuration amounts to: ranks, batch arithmetic, parameters and memory per rank, before anything runs.
 
 Invariants: parameter counts are exact for Qwen3-like decoders, dense and mixture of experts; memory counts weights,
-gradients and optimiser states (activations, communication buffers and the runtime's own share come on top, which the
-text says); sizes are bytes.
+gradients and optimiser states (`config/activations.py` and `config/plan.py` add the rest); sizes are bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_async.config.hf import ModelShape, read_shape
+from megatron_async.config.hf import ModelShape
 from megatron_async.config.schema import LayoutConfig, RunConfig, TrainerConfig
 
 GIB = 2**30
@@ -93,6 +92,11 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
 
+def weight_width(config: RunConfig) -> int:
+    """Bytes of one weight."""
+    return 2 if config.model.dtype == "bfloat16" else _FP32
+
+
 def memory_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
     """Memory of each rank of a pipeline stage.
 
@@ -100,7 +104,7 @@ def memory_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
     the distributed optimiser shares both over the ranks that hold the same parameters.
     """
     held = parameters_on_stage(shape, config.layout, stage)
-    width = 2 if config.model.dtype == "bfloat16" else _FP32
+    width = weight_width(config)
     state = 2 * _FP32 + (_FP32 if config.model.dtype == "bfloat16" else 0)
     dense_ranks, expert_ranks = _optimizer_ranks(config.layout, config.trainer)
     return Memory(
@@ -129,66 +133,3 @@ def bytes_text(size: float) -> str:
         if size >= factor:
             return f"{size / factor:.2f} {unit}"
     return f"{size:.0f} B"
-
-
-def _ranks_text(config: RunConfig) -> list[str]:
-    layout, trainer = config.layout, config.trainer
-    return [
-        f"  trainer   {layout.world_size} rank(s) = {trainer.nodes} node(s) * {trainer.nproc_per_node}",
-        f"            tensor {layout.tensor_model_parallel_size} * pipeline {layout.pipeline_model_parallel_size} * "
-        f"context {layout.context_parallel_size} * data {layout.data_parallel_size}",
-        f"            expert {layout.expert_model_parallel_size} * expert-tensor {layout.expert_tensor_parallel_size} "
-        f"* pipeline {layout.pipeline_model_parallel_size} * expert-data {layout.expert_data_parallel_size}",
-        f"  engines   {config.engines.count} SGLang server(s) * tensor {config.engines.tensor_parallel_size}",
-        f"  rollout   1 process, {config.rollout.concurrency} trajectories at once",
-    ]
-
-
-def _batch_text(config: RunConfig) -> list[str]:
-    batch, layout, updates = config.batch, config.layout, config.trainer.updates_per_batch
-    each = batch.trajectories // layout.data_parallel_size
-    room = config.trainer.micro_batch_tokens * layout.context_parallel_size
-    most = batch.trajectories * config.rollout.max_tokens
-    admitted = (config.rollout.max_staleness + 1) * batch.trajectories
-    return [
-        f"  step      {batch.groups} groups * {batch.group_size} = {batch.trajectories} trajectories, "
-        f"{each} per data-parallel rank, {updates} update(s)",
-        f"            at most {batch.trajectories} * {config.rollout.max_tokens} = {most:,} tokens, "
-        f"packed into micro-batches of {room:,}",
-        f"  run       {config.steps} steps = {config.steps * updates} updates, "
-        f"{config.steps * batch.trajectories:,} trajectories trained on",
-        f"  staleness at most {config.rollout.max_staleness} version(s): ({config.rollout.max_staleness} + 1) * "
-        f"{batch.trajectories} = {admitted} trajectories running or waiting",
-    ]
-
-
-def _memory_text(config: RunConfig, shape: ModelShape) -> list[str]:
-    whole = parameters_of(shape)
-    lines = [f"  model     {whole.total:,} parameters, {whole.experts:,} of them in experts"]
-    stages = config.layout.pipeline_model_parallel_size
-    shown = {0, stages - 1}
-    for stage in sorted(shown):
-        memory = memory_on_stage(shape, config, stage)
-        label = "each rank" if stages == 1 else f"stage {stage}"
-        lines.append(
-            f"  {label:<9} {memory.parameters.total:,} parameters: weights {bytes_text(memory.weights)} + gradients "
-            f"{bytes_text(memory.gradients)} + optimiser {bytes_text(memory.optimizer)} = {bytes_text(memory.total)}"
-        )
-    lines.append("            activations, communication buffers and the runtime come on top")
-    width = 2 if config.model.dtype == "bfloat16" else _FP32
-    cache = config.engines.max_total_tokens * kv_bytes_per_token(shape, width)
-    lines.append(
-        f"  engine    weights {bytes_text(width * whole.total)} + KV cache of {config.engines.max_total_tokens:,} "
-        f"tokens {bytes_text(cache)}, over {config.engines.tensor_parallel_size} rank(s)"
-    )
-    lines.append(f"  publish   {bytes_text(width * whole.total)} of weights per version and engine")
-    return lines
-
-
-def describe(config: RunConfig) -> str:
-    """Ranks, batch arithmetic and memory of a resolved configuration, as text."""
-    lines = ["Ranks", *_ranks_text(config), "Batch", *_batch_text(config), "Memory"]
-    shape = read_shape(config.model.path)
-    if shape is None:
-        return "\n".join([*lines, f"  unknown: {config.model.path} has no readable config.json"])
-    return "\n".join([*lines, *_memory_text(config, shape)])

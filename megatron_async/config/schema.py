@@ -349,6 +349,33 @@ class PublishConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The machines of a run and what they hold. Machines are numbered: those of the trainer first (`trainer.nodes`),
+    then those that hold only engines; the first one also runs rollout, bank and evaluation."""
+
+    devices_per_node: int = 0
+    """Accelerators on each machine. Trainer ranks take the first ones, engines on the same machine the next. 0 assigns
+    none: on a machine without any, or where the processes shall see them all."""
+    device_memory_gib: float = 0.0
+    """Memory of one accelerator. A plan that needs more is refused with the arithmetic; 0 checks nothing."""
+    host_memory_gib: float = 0.0
+    """Memory of one machine, for the part of the history that lies there. 0 checks nothing."""
+    headroom: float = 0.1
+    """Share of an accelerator's memory that the plan leaves to the runtime, communication buffers and fragmentation."""
+    engine_nodes: int = 0
+    """Machines that hold only engines, after the trainer's; the engines are spread evenly over them. 0: all engines run
+    on the first machine, beside the trainer's ranks."""
+    rendezvous_port: int = 29500
+    """Port on the first machine where the trainer's ranks of several machines meet. Not used on one machine."""
+    join_deadline_s: float = 900.0
+    """Longest wait of a machine for the first one to get ready, and of the first one for the others' engines."""
+
+    def nodes(self, trainer_nodes: int) -> int:
+        """Machines in all."""
+        return trainer_nodes + self.engine_nodes
+
+
+@dataclass(frozen=True, slots=True)
 class BankConfig:
     """Where trajectories, versions and steps are kept."""
 
@@ -430,6 +457,8 @@ class RunConfig:
     """Inference servers."""
     publish: PublishConfig = PublishConfig()
     """Weights from trainer to engines."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The machines and their memory."""
     bank: BankConfig = BankConfig()
     """Storage of trajectories."""
     evaluation: EvaluationConfig = EvaluationConfig()

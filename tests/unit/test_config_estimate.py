@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_async.config import LayoutConfig, load
+from megatron_async.config.describe import describe
 from megatron_async.config.estimate import (
     bytes_text,
-    describe,
     memory_on_stage,
     parameters_of,
     parameters_on_stage,

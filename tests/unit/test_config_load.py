@@ -30,7 +30,7 @@ def problems_of(data: dict) -> str:
 
 def test_config_package_imports_neither_torch_nor_megatron():
     code = (
-        "import sys, megatron_async.config.estimate, megatron_async.observe.report, megatron_async.cli\n"
+        "import sys, megatron_async.config.describe, megatron_async.observe.report, megatron_async.cli\n"
         "print([m for m in ('torch', 'megatron', 'sglang', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,215 @@
+"""What a run needs of each accelerator, machine and network link, and whether it fits.
+
+Invariants: sums are upper bounds where a share differs between ranks (rank 0 gathers weights to publish them); a need
+that is not known is left out and the text says so; `memory_problems` shows the sum that is too large, term by term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_async.config.activations import activations_on_stage
+from megatron_async.config.estimate import (
+    GIB,
+    Memory,
+    bytes_text,
+    kv_bytes_per_token,
+    memory_on_stage,
+    parameters_of,
+    weight_width,
+)
+from megatron_async.config.hf import ModelShape
+from megatron_async.config.placement import place
+from megatron_async.config.schema import RunConfig
+
+_FP32 = 4
+EXPORT_BUCKET = 256 * 2**20
+"""Whole tensors that rank 0 gathers at once (`engine/hf_export.py`)."""
+FULL_COPIES_BEYOND_WINDOW = 3
+
+CHANGED_WEIGHTS = ((1e-6, 0.042), (5e-6, 0.15), (1e-4, 0.87))
+"""(learning rate, share of bf16 weights whose bits differ after the first Adam step): measured on simulated updates
+with random gradients; later steps change less."""
+_BYTES_PER_CHANGE = 3
+"""A 16-bit offset and the low byte of the difference (docs/snapshots.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A sum of needs against what is there. Sizes in bytes; capacity 0: not known, everything fits."""
+
+    what: str
+    needs: tuple[tuple[str, float], ...]
+    capacity: float
+    why_capacity: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(size for _, size in self.needs)
+
+    @property
+    def fits(self) -> bool:
+        return not self.capacity or self.total <= self.capacity
+
+    def text(self) -> str:
+        """`a 1 GiB + b 2 GiB = 3 GiB`, and the capacity where it is known."""
+        sum_text = " + ".join(f"{name} {bytes_text(size)}" for name, size in self.needs if size)
+        told = f" of {bytes_text(self.capacity)} ({self.why_capacity})" if self.capacity else ""
+        return f"{sum_text} = {bytes_text(self.total)}{told}"
+
+
+def changed_share(lr: float) -> float:
+    """Share of bf16 weights one update changes: `CHANGED_WEIGHTS`, linear in the logarithm of the learning rate."""
+    if lr <= CHANGED_WEIGHTS[0][0]:
+        return CHANGED_WEIGHTS[0][1]
+    for (low, share), (high, more) in zip(CHANGED_WEIGHTS, CHANGED_WEIGHTS[1:], strict=False):
+        if lr <= high:
+            return share + (more - share) * math.log(lr / low) / math.log(high / low)
+    return 1.0
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Elements of the largest tensor that is published on its own."""
+    widths = (shape.vocabulary, shape.heads * shape.head_dim, shape.intermediate, shape.expert_intermediate)
+    return shape.hidden * max(widths)
+
+
+def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
+    """Memory of each trainer rank of a pipeline stage."""
+    held, width = memory_on_stage(shape, config, stage), weight_width(config)
+    activations = activations_on_stage(
+        shape,
+        config.layout,
+        stage,
+        tokens=config.trainer.micro_batch_tokens,
+        width=width,
+        recompute=config.trainer.recompute,
+        fused=config.cluster.devices_per_node > 0,
+    )
+    source = config.old_logits.source
+    masters = held.optimizer * _FP32 / (3 * _FP32 if width != _FP32 else 2 * _FP32)
+    tensor = width * largest_tensor(shape)
+    gathered = 2 * max(EXPORT_BUCKET, tensor) + 2 * max(config.publish.bucket_bytes, tensor)
+    needs = (
+        ("weights", held.weights),
+        ("gradients", held.gradients),
+        ("optimiser", held.optimizer),
+        ("activations", activations.layers + activations.recomputed),
+        ("logits", activations.logits),
+        ("history: shadow", held.weights if source == "snapshot" else 0),
+        ("history: records", config.snapshots.device_bytes if source == "snapshot" else 0),
+        ("average", masters if source == "ewma" else 0),
+        ("publishing", gathered if stage == 0 else 0),
+    )
+    cluster = config.cluster
+    return Budget(
+        "trainer rank"
+        if config.layout.pipeline_model_parallel_size == 1
+        else f"trainer rank of stage {stage}",
+        needs,
+        cluster.device_memory_gib * GIB * (1 - cluster.headroom),
+        f"{cluster.device_memory_gib:g} GiB less {cluster.headroom:.0%}",
+    )
+
+
+def engine_budget(shape: ModelShape, config: RunConfig) -> Budget:
+    """Memory of each accelerator of an engine."""
+    ranks, width = config.engines.tensor_parallel_size, weight_width(config)
+    # Fewer key-value heads than ranks are copied, not cut.
+    cache = kv_bytes_per_token(shape, width) / min(ranks, shape.kv_heads)
+    cluster = config.cluster
+    return Budget(
+        f"engine rank (1 of {ranks})",
+        (
+            ("weights", width * parameters_of(shape).total / ranks),
+            (f"KV of {config.engines.max_total_tokens:,} tokens", cache * config.engines.max_total_tokens),
+        ),
+        cluster.device_memory_gib * GIB * config.engines.mem_fraction_static,
+        f"{cluster.device_memory_gib:g} GiB * mem_fraction_static {config.engines.mem_fraction_static:g}",
+    )
+
+
+def host_budget(shape: ModelShape, config: RunConfig) -> Budget:
+    """Memory the history takes on a machine with trainer ranks."""
+    weights = max(budget.weights for budget in _stages(shape, config))
+    copies = config.rollout.max_staleness + FULL_COPIES_BEYOND_WINDOW
+    each = {"snapshot": weights, "snapshot_full": copies * weights}.get(config.old_logits.source, 0)
+    if config.snapshots.host_bytes is not None and each:
+        each = config.snapshots.host_bytes
+    ranks = max(node.trainer_ranks for node in place(config))
+    return Budget(
+        "machine with trainer ranks",
+        ((f"history of {ranks} rank(s) * {bytes_text(each)}", ranks * each),),
+        config.cluster.host_memory_gib * GIB,
+        "host memory",
+    )
+
+
+def _stages(shape: ModelShape, config: RunConfig) -> Iterator[Memory]:
+    for stage in range(config.layout.pipeline_model_parallel_size):
+        yield memory_on_stage(shape, config, stage)
+
+
+def budgets(shape: ModelShape, config: RunConfig) -> list[Budget]:
+    """Every sum that must fit: the first and last pipeline stage's ranks, an engine's ranks, the trainer's machine."""
+    last = config.layout.pipeline_model_parallel_size - 1
+    stages = [trainer_budget(shape, config, stage) for stage in sorted({0, last})]
+    return [*stages, engine_budget(shape, config), host_budget(shape, config)]
+
+
+def memory_problems(shape: ModelShape, config: RunConfig) -> list[str]:
+    """What does not fit, with its sum and what to change; empty when everything does or capacities are not known."""
+    problems = []
+    for budget in budgets(shape, config):
+        if budget.fits:
+            continue
+        over = bytes_text(budget.total - budget.capacity)
+        problems.append(
+            f"{budget.what} does not fit, {over} too much: {budget.text()}; {_remedy(budget.what)}"
+        )
+    return problems
+
+
+def _remedy(what: str) -> str:
+    if what.startswith("trainer"):
+        return (
+            "set trainer.recompute, lower trainer.micro_batch_tokens, or raise a parallel size "
+            "(expert_model_parallel_size for experts, tensor or pipeline for the rest, world_size for the optimiser)"
+        )
+    if what.startswith("engine"):
+        return "raise engines.tensor_parallel_size or mem_fraction_static, or lower engines.max_total_tokens"
+    return "lower snapshots.host_bytes, or use old_logits.source: snapshot, which keeps differences"
+
+
+def publish_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Bytes of weights that reach every engine with each version."""
+    return weight_width(config) * parameters_of(shape).total
+
+
+def history_bytes_per_version(shape: ModelShape, config: RunConfig) -> float:
+    """Expected bytes of one version's differences over the whole model, uncompressed, at the run's learning rate."""
+    return changed_share(config.optimizer.lr) * parameters_of(shape).total * _BYTES_PER_CHANGE
+
+
+def plan_text(shape: ModelShape, config: RunConfig) -> list[str]:
+    """The sums as text, one line each; what does not fit is marked."""
+    lines = []
+    for budget in budgets(shape, config):
+        if budget.total:
+            mark = "" if budget.fits else "  DOES NOT FIT"
+            lines.append(f"  {budget.what}: {budget.text()}{mark}")
+    every = config.publish.every
+    lines.append(
+        f"  publishing: {bytes_text(publish_bytes(shape, config))} of weights to each of {config.engines.count} "
+        f"engine(s), after every {'step' if every == 1 else f'{every} steps'}"
+    )
+    if config.old_logits.source == "snapshot" and weight_width(config) != _FP32:
+        share = changed_share(config.optimizer.lr)
+        lines.append(
+            f"  history: about {bytes_text(history_bytes_per_version(shape, config))} per version over all ranks "
+            f"({share:.1%} of the weights at lr {config.optimizer.lr:g}, {_BYTES_PER_CHANGE} bytes "
+            "each; from simulated updates)"
+        )
+    return lines
