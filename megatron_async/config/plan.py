@@ -194,12 +194,11 @@ def history_bytes_per_version(shape: ModelShape, config: RunConfig) -> float:
 
 
 def plan_text(shape: ModelShape, config: RunConfig) -> list[str]:
-    """The sums as text, one line each; what does not fit is marked."""
+    """The sums as text, one line each."""
     lines = []
     for budget in budgets(shape, config):
         if budget.total:
-            mark = "" if budget.fits else "  DOES NOT FIT"
-            lines.append(f"  {budget.what}: {budget.text()}{mark}")
+            lines.append(f"  {budget.what}: {budget.text()}")
     every = config.publish.every
     lines.append(
         f"  publishing: {bytes_text(publish_bytes(shape, config))} of weights to each of {config.engines.count} "
