@@ -41,6 +41,8 @@ class Loop:
         self.objective = build_objective(config.objective)
         self.advantage = build_advantage(config.advantage)
         self.old_logits = build_source(config, session.policy, self.objective.needs, session.version)
+        if self.old_logits.interrupts:
+            self.old_logits.restore(session.version, session.kept_scores())
 
     def step(self, step: int) -> None:
         session, version = self.session, self.session.version
@@ -49,9 +51,13 @@ class Loop:
         with session.stage("old_logits", step):
             sequences = to_sequences(batch)
             anchors = self.old_logits.score(sequences, batch.trained_ids)
+        if self.old_logits.interrupts and sequences:
+            with session.stage("interrupt", step):
+                self.interrupt()
         with session.stage("update", step):
             results = self.update(sequences, anchors)
         published = self.advance(step, results) if any(r.skipped is None for r in results) else None
+        session.interruption.release()
         session.finish_step(step, batch, anchors, self.objective, results, published)
 
     @property
@@ -61,8 +67,17 @@ class Loop:
 
     def score_ahead(self, trajectories: list[Trajectory]) -> None:
         """Old log-probs of trajectories that wait; the batch finds them."""
+        if not trajectories:
+            return
         sequences = unrewarded_sequences(trajectories, self.session.version)
         self.old_logits.score_ahead(sequences, [trajectory.trajectory_id for trajectory in trajectories])
+
+    def interrupt(self) -> None:
+        """Generation stops; the resident weights score all their tokens that have no old log-prob yet."""
+        trajectories = self.session.interruption.collect(self.session.version)
+        self.score_ahead(trajectories)
+        ids = [trajectory.trajectory_id for trajectory in trajectories]
+        self.session.keep_scores(self.old_logits.export(ids))
 
     def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
         """Rewards to advantages; groups without any signal are left out of the loss if so configured."""

@@ -287,6 +287,27 @@ class Publisher:
             verified="+".join(proofs),
         )
 
+    # -- holding engines ------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Stop sampling everywhere; running requests come back as partial responses (finish reason ``abort``).
+
+        Requests that arrive later wait. The next ``publish``, or ``release``, lets the engines go on.
+
+        Raises:
+            PublishError: names the engine that did not.
+        """
+        self._everywhere("pause", lambda client: client.pause("retract"))
+        self.abort_requests()
+
+    def abort_requests(self) -> None:
+        """Send every request that engines have now back to its client."""
+        self._everywhere("abort running requests", lambda client: client.abort_all())
+
+    def release(self) -> None:
+        """Let held engines sample again under the weights they have."""
+        self._everywhere("resume", lambda client: client.resume())
+
     def _pause(self, progress: _Progress) -> None:
         if self.pause_mode != "abort":
             self._everywhere("pause", lambda client: client.pause(self.pause_mode))

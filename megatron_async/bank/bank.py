@@ -15,14 +15,14 @@ as its transaction takes (milliseconds); an asyncio program calls it in a thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from megatron_async.bank import batches, collecting, dialects, groups, ledger
+from megatron_async.bank import batches, collecting, dialects, groups, ledger, scores
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankOpenError
 from megatron_async.bank.groups import OpenGroup
@@ -181,6 +181,22 @@ class Bank:
         """
         found = self._read(lambda conn: batches.ahead(conn, known, min_version, max_tokens))
         return [Trajectory.from_bytes(data) for data in found]
+
+    def list_sampled_by(self, version: int) -> list[Trajectory]:
+        """Running trajectories, as last written down, and waiting ones whose newest token is of `version`."""
+        found = self._read(lambda conn: batches.sampled_by(conn, version))
+        return [Trajectory.from_bytes(data) for data in found]
+
+    def save_scores(self, rows: Mapping[str, tuple[int, bytes]], oldest: int) -> None:
+        """Keep old log-probs by trajectory id, as (oldest version of its tokens, bytes).
+
+        Those with a token older than `oldest` are forgotten.
+        """
+        self._write(lambda conn: scores.save(conn, rows, oldest))
+
+    def load_scores(self) -> dict[str, tuple[int, bytes]]:
+        """What `save_scores` kept."""
+        return self._read(scores.load)
 
     def commit_step(
         self, step: int, version_before: int, version_after: int, metrics: dict[str, Any] | None = None

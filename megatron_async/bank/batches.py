@@ -87,6 +87,17 @@ def ahead(conn: Connection, known: Container[str], min_version: int, max_tokens:
     return list(conn.execute(found).scalars()) if chosen else []
 
 
+def sampled_by(conn: Connection, version: int) -> list[bytes]:
+    """See `Bank.list_sampled_by`."""
+    newest = trajectories.c.max_version == version
+    waiting = select(trajectories.c.position).join(groups, groups.c.position == trajectories.c.group_position)
+    waiting = waiting.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value, newest)
+    running = select(trajectories.c.position).where(trajectories.c.state == State.RUNNING.value, newest)
+    positions = [*conn.execute(waiting).scalars(), *conn.execute(running).scalars()]
+    found = select(payloads.c.data).where(payloads.c.position.in_(positions)).order_by(payloads.c.position)
+    return list(conn.execute(found).scalars()) if positions else []
+
+
 def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[str, Any]) -> None:
     """See `Bank.commit_step`."""
     change = update(steps).where(steps.c.step == step, steps.c.state == "reserved")

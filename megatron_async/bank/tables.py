@@ -131,6 +131,14 @@ steps = Table(
     Index("ix_steps_state", "state", "step"),
 )
 
+scores = Table(
+    "old_logprobs",
+    metadata,
+    Column("trajectory_id", String(255), primary_key=True),
+    Column("min_version", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+
 key_values = Table(
     "key_values",
     metadata,

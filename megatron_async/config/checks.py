@@ -328,6 +328,12 @@ def _check_source(config: RunConfig) -> list[str]:
         ]
     if source not in methods.SOURCES:
         return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
+    if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
+        return [
+            f"objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
+            f"published and no KV cache outlive it; set publish.every to 1 (it is {config.publish.every}) and "
+            f"publish.pause_mode to retract or abort (it is {config.publish.pause_mode}), or use anchor snapshot"
+        ]
     if source not in (anchor.source, *anchor.other_sources):
         return [
             f"old_logits.source: {source} does not give what objective.anchor: {config.objective.anchor} needs; "

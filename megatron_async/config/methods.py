@@ -62,7 +62,6 @@ ANCHORS: dict[str, Anchor] = {
         "scored before each update, while the token's version is still resident",
         True,
         "interrupt",
-        built=False,
     ),
     "ewma": Anchor(
         "training engine, weights averaged over versions",

@@ -14,6 +14,7 @@ from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
 from megatron_async.old_logits.averaged import AveragedSource
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage, beta_of_window
+from megatron_async.old_logits.interrupt import InterruptSource
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.old_logits.source import OldLogitSource, RolloutSource, StartSource
 from megatron_async.snapshots import FullCopyStore, SnapshotConfig, SnapshotStore, WeightHistory
@@ -79,6 +80,17 @@ def _ewma(request: _Request) -> OldLogitSource:
     return AveragedSource(request.policy, average, request.statistics)
 
 
+def _interrupt(request: _Request) -> OldLogitSource:
+    source = InterruptSource(
+        request.policy,
+        with_start=request.statistics,
+        reuse_training_forward=request.reuses_training_forward,
+        eager=request.config.snapshots.eager,
+    )
+    source.restore(request.version, {})
+    return source
+
+
 BUILDERS: dict[str, Callable[[_Request], OldLogitSource]] = {
     "start": _start,
     "rollout": _rollout,
@@ -87,6 +99,7 @@ BUILDERS: dict[str, Callable[[_Request], OldLogitSource]] = {
     "snapshot": _snapshot,
     "snapshot_full": _snapshot_full,
     "ewma": _ewma,
+    "interrupt": _interrupt,
 }
 """Values of `old_logits.source` that are built in."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -65,7 +65,20 @@ class OldLogitSource(Protocol):
         ...
 
     def score_ahead(self, sequences: list[Sequence], ids: SequenceOf[str]) -> None:
-        """Score finished trajectories before the batch that they will be in is built."""
+        """Score trajectories before the batch that they will be in is built."""
+        return
+
+    @property
+    def interrupts(self) -> bool:
+        """Whether `score_ahead` must see every token of the resident version before that version goes."""
+        return False
+
+    def export(self, ids: SequenceOf[str]) -> dict[str, tuple[int, bytes]]:
+        """What was scored ahead of these trajectories and could not be scored again, to be kept; equal on all ranks."""
+        return {}
+
+    def restore(self, version: int, entries: Mapping[str, tuple[int, bytes]]) -> None:
+        """Take in what `export` gave before a restart. version: of the present weights."""
         return
 
     def updated(self, version: int, oldest_needed: int) -> None:

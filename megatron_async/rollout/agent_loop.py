@@ -119,12 +119,15 @@ class EpisodeFailure(Exception):
 class EpisodeProgress:
     """What an episode is doing, for whoever watches it, and what it has cost so far.
 
-    waiting_for: what is being awaited right now. resubmissions: requests sent again after an abort.
+    waiting_for: what is being awaited right now. requests_sent, requests_returned: to engines, answers of any kind
+    back. resubmissions: requests sent again after an abort.
     engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
     queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time.
     """
 
     waiting_for: str = "start"
+    requests_sent: int = 0
+    requests_returned: int = 0
     resubmissions: int = 0
     engine_failures: int = 0
     retractions: int = 0
@@ -365,12 +368,16 @@ class _Episode:
             arrived += len(chunk.output_ids)
             self._count(len(chunk.output_ids))
 
-        generation = await self.client.generate(
-            self._checked_ids(),
-            turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
-            on_chunk=on_chunk,
-            return_routed_experts=self.limits.routed_experts,
-        )
+        self.progress.requests_sent += 1
+        try:
+            generation = await self.client.generate(
+                self._checked_ids(),
+                turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
+                on_chunk=on_chunk,
+                return_routed_experts=self.limits.routed_experts,
+            )
+        finally:
+            self.progress.requests_returned += 1
         self._count(len(generation.output_ids) - arrived)
         self.progress.retractions += generation.num_retractions
         reason = None if generation.finish_reason == "abort" else generation.finish_reason

@@ -38,6 +38,7 @@ from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.ledger import BankView, Ledger
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling
+from megatron_async.rollout.writing_down import PartialWriter, Played
 from megatron_async.trajectory import Trajectory
 from sglang_bridge import EnginePool
 
@@ -118,6 +119,7 @@ class RolloutController:
         self._version = 0
         self._groups: dict[str, _Group] = {}
         self._live: dict[str, Running] = {}
+        self._playing: dict[str, Played] = {}
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         # Members of admitted groups whose end the last look at the bank has not seen, and those of them whose end
         # is in the bank by now: a member is counted as running until a look has counted it as finished.
@@ -143,6 +145,9 @@ class RolloutController:
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self.lag.measure(), name="loop lag")
                 parts.create_task(self._watch(), name="watch")
+                if self.config.old_logits.source == "interrupt":
+                    writer = PartialWriter(self._ledger, self._playing, self.config.rollout.poll_s)
+                    parts.create_task(writer.run(), name="partial trajectories")
                 parts.create_task(self._admit(parts), name="admission")
         except BaseExceptionGroup as errors:
             _, defects = errors.split(_Stopped)
@@ -330,6 +335,7 @@ class RolloutController:
             running = Running(EpisodeProgress(), self._clock())
             started = time.time()
             self._live[trajectory.trajectory_id] = running
+            self._playing[trajectory.trajectory_id] = Played(trajectory, running.progress)
             try:
                 await run_episode(
                     self._pool,
@@ -342,6 +348,7 @@ class RolloutController:
                 )
             finally:
                 del self._live[trajectory.trajectory_id]
+                del self._playing[trajectory.trajectory_id]
                 self._record("episode", self._version, started)
 
     def _count_tokens(self, count: int) -> None:

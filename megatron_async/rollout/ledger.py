@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -94,6 +95,24 @@ class Ledger:
         def work() -> None:
             self._bank.abandon_running(reason, list(trajectory_ids))
             self._bank.close_group(group, keep=False, reason=reason)
+
+        await self._call(work)
+
+    async def asked_to_write_down(self) -> str | None:
+        """The trainer's question for partial trajectories, None when there is none that was not answered."""
+
+        def work() -> str | None:
+            asked = self._bank.get_state(WRITE_DOWN)
+            return None if asked == self._bank.get_state(WRITTEN_DOWN) else asked
+
+        return await self._call(work)
+
+    async def write_down(self, trajectories: Sequence[Trajectory], asked: str) -> None:
+        """Write running trajectories down, and then that the question was answered."""
+
+        def work() -> None:
+            self._bank.checkpoint_trajectories(trajectories)
+            self._bank.set_state(WRITTEN_DOWN, asked)
 
         await self._call(work)
 

@@ -88,7 +88,7 @@ class BatchFeed:
             message = self._control.from_rank_zero(
                 lambda: self._next(step, version, started, idle is not None)
             )
-            trajectories = [Trajectory.from_bytes(part) for part in _split(message[1:])]
+            trajectories = [Trajectory.from_bytes(part) for part in split_messages(message[1:])]
             if message[:1] == _BATCH or idle is None:
                 self._offered -= {trajectory.trajectory_id for trajectory in trajectories}
                 return trajectories
@@ -102,14 +102,14 @@ class BatchFeed:
         while True:
             batch = self._bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)
             if batch:
-                return _BATCH + _join([trajectory.to_bytes() for trajectory in batch])
+                return _BATCH + join_messages([trajectory.to_bytes() for trajectory in batch])
             waited = time.monotonic() - started
             if waited > config.trainer.deadline_s:
                 raise BatchDeadline(self._deadline_message(step, waited))
             ready = self._bank.peek_ready(config.batch.group_size)
             self._on_wait(f"batch: {ready} of {config.batch.groups} groups")
             if has_idle_work and (offered := self._offer(oldest)):
-                return _MEANWHILE + _join([trajectory.to_bytes() for trajectory in offered])
+                return _MEANWHILE + join_messages([trajectory.to_bytes() for trajectory in offered])
             time.sleep(config.rollout.poll_s / 2)
 
     def _offer(self, oldest: int) -> list[Trajectory]:
@@ -134,7 +134,7 @@ class BatchFeed:
 
 def unrewarded_sequences(trajectories: SequenceOf[Trajectory], version: int) -> list[Sequence]:
     """Engine sequences of trajectories that are only scored; arrays as in `to_sequences`, advantages 0."""
-    return [_to_sequence(trajectory, 0.0, version) for trajectory in trajectories]
+    return [_to_sequence(trajectory, 0.0, version, 0.0) for trajectory in trajectories]
 
 
 def to_sequences(batch: Batch) -> list[Sequence]:
@@ -143,10 +143,13 @@ def to_sequences(batch: Batch) -> list[Sequence]:
     Arrays, all [L] and token-aligned: rollout_logprobs (0 off the action tokens), action_mask, advantages,
     version_gap, kv_mismatch, rewards.
     """
-    return [_to_sequence(batch.trajectories[i], batch.advantages[i], batch.version) for i in batch.trained]
+    return [
+        _to_sequence(trajectory, batch.advantages[i], batch.version, trajectory.required_reward())
+        for i, trajectory in ((i, batch.trajectories[i]) for i in batch.trained)
+    ]
 
 
-def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequence:
+def _to_sequence(trajectory: Trajectory, advantage: float, version: int, reward: float) -> Sequence:
     mask = trajectory.loss_mask
     length = len(trajectory.token_ids)
     return Sequence(
@@ -158,7 +161,7 @@ def _to_sequence(trajectory: Trajectory, advantage: float, version: int) -> Sequ
             "advantages": np.full(length, advantage, np.float32),
             "version_gap": np.where(mask, version - trajectory.versions, 0).astype(np.int64),
             "kv_mismatch": trajectory.kv_mismatch,
-            "rewards": np.full(length, trajectory.required_reward(), np.float32),
+            "rewards": np.full(length, reward, np.float32),
         },
     )
 
@@ -180,11 +183,13 @@ def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> lis
     ]
 
 
-def _join(parts: SequenceOf[bytes]) -> bytes:
+def join_messages(parts: SequenceOf[bytes]) -> bytes:
+    """Many byte strings as one; `split_messages` takes them apart."""
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
-def _split(data: bytes) -> list[bytes]:
+def split_messages(data: bytes) -> list[bytes]:
+    """Undo `join_messages`."""
     parts, at = [], 0
     while at < len(data):
         (length,) = struct.unpack_from("<Q", data, at)

@@ -7,7 +7,7 @@ it; a step is committed to the bank exactly once, after its update; only rank 0 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_async.observe import MetricsWriter, RunFiles, StatusWriter, Timeli
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch import Batch, BatchFeed
 from megatron_async.training.control import Control
+from megatron_async.training.interruption import Interruption
 from megatron_async.training.metrics import step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
 from sglang_bridge import Publisher
@@ -48,6 +49,7 @@ class Session:
         self.publisher = WeightPublisher(
             config.publish, policy, control, self._bridge, config.run_path / "published"
         )
+        self.interruption = Interruption(config, control, self.bank, self._bridge)
         self.version = 0
         self.first_step = 0
 
@@ -78,7 +80,25 @@ class Session:
 
     def publish(self) -> Published | None:
         """Publish the present version when due; None where nothing was published."""
-        return self.publisher.publish(self.version) if self.publisher.due(self.version) else None
+        published = self.publisher.publish(self.version) if self.publisher.due(self.version) else None
+        self.interruption.published()
+        return published
+
+    def keep_scores(self, scores: Mapping[str, tuple[int, bytes]]) -> None:
+        """Old log-probs that could not be scored again go to the bank."""
+        if self.bank and scores:
+            self.bank.save_scores(scores, self.oldest_needed)
+
+    def kept_scores(self) -> dict[str, tuple[int, bytes]]:
+        """What a run before this process kept; on every rank (collective)."""
+        found = self.control.json_from_rank_zero(
+            lambda: (
+                {key: [v, data.hex()] for key, (v, data) in self.bank.load_scores().items()}
+                if self.bank
+                else {}
+            )
+        )
+        return {key: (int(v), bytes.fromhex(data)) for key, (v, data) in found.items()}
 
     @property
     def oldest_needed(self) -> int:
@@ -99,6 +119,7 @@ class Session:
             return
         seconds = self.timeline.take_seconds()
         metrics = step_metrics(batch, anchors, published, seconds, self.version)
+        metrics |= self.interruption.take_metrics()
         metrics |= update_metrics(objective, results, metrics["batch/trained_action_tokens"])
         self.bank.commit_step(step, batch.version, self.version, metrics)
         self.metrics.log(step, metrics)

@@ -15,6 +15,7 @@ from megatron_async.engine.sequences import Sequence
 from megatron_async.old_logits import AnchorLogprobs, OldLogitSource
 from megatron_async.old_logits.averaged import AveragedSource, exchanged
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage
+from megatron_async.old_logits.interrupt import InterruptSource
 from megatron_async.old_logits.shards import version_shards
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.snapshots import (
@@ -311,3 +312,66 @@ def test_the_pool_forgets_what_is_too_old_to_be_trained_on() -> None:
     found = source.score([sequence([-1, 4], 5)], ["new"])
     assert policy.forwards == []
     assert found.metrics["old_logits/ahead/pool"] == 0
+
+
+def interrupted(**options: bool) -> tuple[ScriptedPolicy, InterruptSource]:
+    policy = ScriptedPolicy()
+    chosen = {"with_start": False, "reuse_training_forward": True, **options}
+    source = InterruptSource(policy, **chosen)  # type: ignore[arg-type]
+    source.restore(0, {})
+    return policy, source
+
+
+def go_on(policy: ScriptedPolicy, source: InterruptSource, version: int, oldest: int = 0) -> None:
+    policy.weight.fill_(float(version))
+    source.updated(version, oldest_needed=oldest)
+    policy.forwards.clear()
+
+
+def test_each_version_scores_its_own_tokens_before_it_goes() -> None:
+    policy, source = interrupted()
+    grown = [[-1, 0, 0], [-1, 0, 0, 1], [-1, 0, 0, 1, -1, 2, 2]]
+    for version, row in enumerate(grown[:2]):
+        source.score_ahead([sequence(row, version)], ["t0"])
+        assert policy.forwards == [(float(version), [len(row)])]
+        go_on(policy, source, version + 1)
+    found = score(source, [sequence(grown[2], 2)])
+    assert policy.forwards == []
+    assert found.is_current is not None
+    assert found.is_current[0].tolist() == [version == 2 for version in grown[2]]
+    check_each_token_has_its_version((found.values or [])[0][:4], grown[2][:4])
+    assert found.metrics["old_logits/share/exact"] == 1.0
+
+
+def test_a_token_that_was_missed_has_no_anchor_and_is_counted() -> None:
+    policy, source = interrupted()
+    go_on(policy, source, 1)
+    found = score(source, [sequence([-1, 0, 1], 1)])
+    assert np.isnan((found.values or [])[0]).all()
+    assert found.exact is not None and found.exact[0].tolist() == [False, False, True]
+    assert found.metrics["old_logits/share/absent"] == 0.5
+
+
+def test_what_the_pool_has_is_not_scored_again_and_survives_a_restart() -> None:
+    policy, source = interrupted()
+    rows = [sequence([-1, 0, 0], 0), sequence([-1, 0], 0)]
+    source.score_ahead(rows, ["a", "b"])
+    policy.forwards.clear()
+    source.score_ahead(rows, ["a", "b"])
+    assert policy.forwards == []
+    kept = source.export(["a", "b", "unknown"])
+    other_policy, restarted = interrupted()
+    restarted.restore(1, kept)
+    found = restarted.score([sequence([-1, 0, 0], 1), sequence([-1, 0], 1)], ["a", "b"])
+    check_each_token_has_its_version((found.values or [])[0], [-1, 0, 0])
+    check_each_token_has_its_version((found.values or [])[1], [-1, 0])
+    assert other_policy.forwards == []
+
+
+def test_without_the_training_forward_the_resident_version_gets_a_pass() -> None:
+    policy, source = interrupted(reuse_training_forward=False)
+    source.score_ahead([sequence([-1, 0], 0)], ["t0"])
+    go_on(policy, source, 1)
+    found = score(source, [sequence([-1, 0, 1, -1], 1)])
+    assert policy.forwards == [(1.0, [3])]
+    check_each_token_has_its_version((found.values or [])[0], [-1, 0, 1, -1])

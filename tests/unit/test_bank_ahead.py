@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_async.bank import Bank
-from megatron_async.trajectory import Trajectory
+from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
+from megatron_async.trajectory import Trajectory, VersionSpan
 from tests.bank_support import collect, collect_group, running, states
 
 PER_TRAJECTORY = 5  # tokens of one trajectory of bank_support
@@ -104,3 +105,73 @@ def test_without_idle_work_the_feed_only_waits(bank: Bank) -> None:
     batch = feed_over(bank, on_wait).take(0, 0)
     assert [t.trajectory_id for t in batch] == ["a.0", "a.1"]
     assert looks == ["batch: 0 of 1 groups"] * 3
+
+
+def test_everything_a_version_has_sampled_last_is_found_whether_it_runs_or_waits(bank: Bank) -> None:
+    bank.record_version(1, 0)
+    collect(bank, "old", "a", version=0)
+    collect(bank, "waits", "b", version=1)
+    fresh, partial = running("fresh", "c"), running("partial", "d")
+    bank.start_trajectories([fresh, partial])
+    partial.append_action([4], [-0.5], [VersionSpan(1, 0, 1)])
+    bank.checkpoint_trajectories([fresh, partial])
+    collect_group(bank, "taken", version=1)
+    assert bank.take_batch(0, 1, 2, 1) is not None
+    assert [t.trajectory_id for t in bank.list_sampled_by(1)] == ["waits", "partial"]
+    assert [t.trajectory_id for t in bank.list_sampled_by(0)] == ["old"]
+
+
+def test_scores_are_kept_until_they_are_too_old(bank: Bank, url: str) -> None:
+    bank.save_scores({"a": (3, b"aa"), "b": (4, b"bb")}, oldest=0)
+    bank.save_scores({"b": (4, b"longer")}, oldest=4)
+    with Bank.open(url) as again:
+        assert again.load_scores() == {"b": (4, b"longer")}
+
+
+class Engines:
+    """Engines that are held, and a rollout that writes down once its requests were aborted often enough."""
+
+    def __init__(self, bank: Bank, answers_after: int) -> None:
+        self.bank, self.left, self.calls = bank, answers_after, []
+
+    def hold(self) -> None:
+        self.calls.append("hold")
+
+    def abort_requests(self) -> None:
+        self.calls.append("abort")
+        self.left -= 1
+        if self.left == 0:
+            self.bank.set_state(WRITTEN_DOWN, self.bank.get_state(WRITE_DOWN) or "")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+
+def interruption_over(bank: Bank, engines: Engines, deadline_s: float) -> Any:
+    from megatron_async.training.interruption import Interruption
+
+    config = SimpleNamespace(publish=SimpleNamespace(deadline_s=deadline_s))
+    return Interruption(config, Alone(), bank, engines)  # type: ignore[arg-type]
+
+
+def test_an_interruption_holds_the_engines_until_the_rollout_has_written_down(bank: Bank) -> None:
+    collect(bank, "waits", "a")
+    engines = Engines(bank, answers_after=3)
+    interruption = interruption_over(bank, engines, deadline_s=30.0)
+    assert [t.trajectory_id for t in interruption.collect(0)] == ["waits"]
+    assert engines.calls == ["hold", "abort", "abort", "abort"]
+    interruption.release()
+    assert engines.calls[-1] == "release"
+    interruption.release()
+    assert engines.calls.count("release") == 1
+    assert interruption.take_metrics().keys() == {
+        "interrupt/collect_seconds", "interrupt/trajectories", "interrupt/paused_seconds",
+    }  # fmt: skip
+
+
+def test_a_rollout_that_does_not_answer_ends_the_wait_with_what_to_look_at(bank: Bank) -> None:
+    from megatron_async.training.interruption import InterruptionDeadline
+
+    interruption = interruption_over(bank, Engines(bank, answers_after=10**9), deadline_s=0.1)
+    with pytest.raises(InterruptionDeadline, match=r"version 0.*0.1 s \(publish.deadline_s\).*rollout.log"):
+        interruption.collect(0)

@@ -223,3 +223,10 @@ def test_an_anchor_is_refused_exactly_where_no_source_provides_it(tmp_path, anch
         else:
             with pytest.raises(ConfigError, match=f"{anchor} is not built in yet; .*choose one of start"):
                 check(config)
+
+
+@pytest.mark.parametrize("override", ["publish.every=2", "publish.pause_mode=in_place"])
+def test_interruption_needs_every_version_published_and_no_cache_that_outlives_it(tmp_path, override):
+    message = problems(tmp_path, "objective.anchor=interrupt", override)
+    assert "set publish.every to 1" in message
+    assert "or use anchor snapshot" in message

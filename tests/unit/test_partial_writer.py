@@ -1,0 +1,86 @@
+"""Running trajectories are written down when asked for, with every token of the requests that were under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from megatron_async.bank import Bank
+from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
+from megatron_async.rollout.agent_loop import EpisodeProgress
+from megatron_async.rollout.ledger import Ledger
+from megatron_async.rollout.writing_down import PartialWriter, Played
+from megatron_async.trajectory import VersionSpan
+from tests.bank_support import running
+
+Scenario = Callable[[Bank, dict[str, Played]], Awaitable[None]]
+
+
+def play(tmp_path: Path, scenario: Scenario) -> None:
+    async def go() -> None:
+        with Bank.open(f"sqlite:///{tmp_path / 'bank.sqlite'}") as bank:
+            ledger, playing = Ledger(bank), {}
+            for name in ("a", "b"):
+                playing[name] = Played(running(name, f"group-{name}"), EpisodeProgress())
+            await ledger.start([played.trajectory for played in playing.values()])
+            writer = asyncio.create_task(PartialWriter(ledger, playing, poll_s=0.01).run())
+            try:
+                await scenario(bank, playing)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                ledger.close()
+
+    asyncio.run(go())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def sample(played: Played, token: int) -> None:
+    played.trajectory.append_action([token], [-0.5], [VersionSpan(0, 0, 1)])
+
+
+def test_an_answer_under_way_is_waited_for_and_is_in_what_is_written(tmp_path: Path) -> None:
+    async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
+        sample(playing["a"], 10)
+        playing["b"].progress.requests_sent = 1
+        bank.set_state(WRITE_DOWN, "1")
+        assert not await until(lambda: bank.get_state(WRITTEN_DOWN) == "1", seconds=0.3)
+        sample(playing["b"], 20)
+        playing["b"].progress.requests_returned = 1
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == "1")
+        assert [t.token_ids.tolist() for t in bank.list_running()] == [[1, 2, 3, 10], [1, 2, 3, 20]]
+
+    play(tmp_path, scenario)
+    assert (tmp_path / "bank.sqlite").exists()
+
+
+def test_every_question_is_answered_once_with_what_there_is_by_then(tmp_path: Path) -> None:
+    async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
+        for question, token in (("1", 10), ("2", 11)):
+            sample(playing["a"], token)
+            bank.set_state(WRITE_DOWN, question)
+            assert await until(lambda question=question: bank.get_state(WRITTEN_DOWN) == question)
+        assert bank.list_running()[0].token_ids.tolist() == [1, 2, 3, 10, 11]
+
+    play(tmp_path, scenario)
+    assert (tmp_path / "bank.sqlite").exists()
+
+
+def test_an_episode_that_ends_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
+        playing["b"].progress.requests_sent = 1
+        bank.set_state(WRITE_DOWN, "1")
+        await asyncio.sleep(0.05)
+        del playing["b"]
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == "1")
+
+    play(tmp_path, scenario)
+    assert (tmp_path / "bank.sqlite").exists()
