@@ -195,10 +195,7 @@ def history_bytes_per_version(shape: ModelShape, config: RunConfig) -> float:
 
 def plan_text(shape: ModelShape, config: RunConfig) -> list[str]:
     """The sums as text, one line each."""
-    lines = []
-    for budget in budgets(shape, config):
-        if budget.total:
-            lines.append(f"  {budget.what}: {budget.text()}")
+    lines = [f"  {budget.what}: {budget.text()}" for budget in budgets(shape, config) if budget.total]
     every = config.publish.every
     lines.append(
         f"  publishing: {bytes_text(publish_bytes(shape, config))} of weights to each of {config.engines.count} "
