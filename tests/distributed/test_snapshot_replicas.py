@@ -52,8 +52,8 @@ def run_rank(rank: int, folder: Path, streamed: bool) -> None:
 
 
 def check_two_ranks(folder: Path, streamed: bool) -> None:
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, folder, streamed)) for rank in range(2)]
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit process groups of other tests
+    ranks = [spawn.Process(target=run_rank, args=(rank, folder, streamed)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
