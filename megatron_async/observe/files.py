@@ -4,6 +4,7 @@ runs/<name>/
   config.yaml          resolved configuration
   metrics.jsonl        one row per training step
   evaluations.jsonl    one row per evaluation on held-out tasks
+  evaluation/          result files of benchmarks, and the episodes of an evaluation under way
   timeline.jsonl       what each part did from when to when
   status/<part>.json   what each part does now
   tensorboard/         the metrics as TensorBoard events
@@ -37,6 +38,10 @@ class RunFiles:
     @property
     def evaluations(self) -> Path:
         return self.root / "evaluations.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
 
     @property
     def timeline(self) -> Path:

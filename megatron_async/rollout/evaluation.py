@@ -2,28 +2,31 @@
 
 Invariants: an episode that failed (environment, engine, deadline) is no wrong answer: it is repeated, and if that does
 not help it is left out and counted. Tasks are the first ones of the held-out split, so two evaluations of one run see
-the same tasks. Nothing is written to the bank.
+the same tasks. Nothing is written to the bank. With a journal, an evaluation that was interrupted goes on where it
+stopped, as long as the policy and the conditions are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.observe import append_evaluation, read_metrics
+from megatron_async.observe import RunFiles, append_evaluation, read_metrics
 from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, Sampler, run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.engines import build_pool, engine_urls
 from megatron_async.rollout.environments import build_task_source
-from megatron_async.rollout.environments.base import TaskSource
+from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource, TaskSource
+from megatron_async.rollout.estimators import over_tasks, pass_at_k, pass_hat_k, standard_error
+from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
 
@@ -41,7 +44,8 @@ class EvaluationResult:
     succeed (pass^k of τ-bench). pass_at[k]: chance that at least one of k does (pass@k). Both are the unbiased
     estimators over the samples of each task. tasks, episodes: how many were counted. tokens, turns: mean action tokens
     and policy turns per episode. truncated: episodes cut by a limit. failures: kind -> episodes left out.
-    versions: [oldest, newest] policy version that sampled. seconds: wall time.
+    versions: [oldest, newest] policy version that sampled. seconds: wall time. benchmark: what the task source itself
+    reports (its own metrics, floor, endings), empty for most.
     """
 
     success_rate: float
@@ -58,6 +62,7 @@ class EvaluationResult:
     failures: dict[str, int]
     versions: tuple[int, int]
     seconds: float
+    benchmark: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,11 +79,14 @@ async def evaluate(
     sampling: SamplingParams,
     limits: EpisodeLimits,
     retries: int = 2,
+    journal: EvaluationJournal | None = None,
+    folder: Path | None = None,
 ) -> EvaluationResult:
     """Play the first `tasks` tasks of `task_source`, `samples` times each, at most `concurrency` at once.
 
-    retries: how often a failed episode is repeated. Raises UserError when the source has fewer tasks, or when every
-    episode failed.
+    retries: how often a failed episode is repeated. journal: where finished episodes are kept until all are; those it
+    has are not played again. folder: where a task source that reports by itself writes its files. Raises UserError
+    when the source has fewer tasks, or when every episode failed.
     """
     if task_source.size is not None and task_source.size < tasks:
         raise UserError(
@@ -86,17 +94,23 @@ async def evaluate(
         )
     started = time.monotonic()
     failures: Counter[str] = Counter()
-    episodes: dict[int, list[Trajectory]] = {index: [] for index in range(tasks)}
+    episodes: dict[int, dict[int, Trajectory]] = {index: {} for index in range(tasks)}
     work = iter([(index, sample) for index in range(tasks) for sample in range(samples)])
 
     async def player() -> None:
         for index, sample in work:
+            known = journal.load(index, sample) if journal is not None else None
+            if known is not None:
+                episodes[index][sample] = known
+                continue
             for attempt in range(retries + 1):
                 trajectory = await _play(
                     pool, task_source, chat, index, f"{sample}-{attempt}", sampling, limits
                 )
                 if trajectory.status.trainable:
-                    episodes[index].append(trajectory)
+                    episodes[index][sample] = trajectory
+                    if journal is not None:
+                        journal.save(index, sample, trajectory)
                     break
             else:
                 failures[str(trajectory.info["ending"])] += 1
@@ -104,7 +118,32 @@ async def evaluate(
     async with asyncio.TaskGroup() as players:
         for _ in range(min(concurrency, tasks * samples)):
             players.create_task(player())
-    return summarise(list(episodes.values()), samples, dict(failures), time.monotonic() - started)
+    result = summarise(
+        [list(group.values()) for group in episodes.values()],
+        samples,
+        dict(failures),
+        time.monotonic() - started,
+    )
+    if folder is not None and isinstance(task_source, ReportingTaskSource):
+        folder.mkdir(parents=True, exist_ok=True)
+        outcomes = list(_outcomes(task_source, episodes))
+        result = replace(result, benchmark=task_source.report(outcomes, samples, folder))
+    return result
+
+
+def _outcomes(source: TaskSource, episodes: Mapping[int, Mapping[int, Trajectory]]) -> Iterator[Outcome]:
+    for index, group in episodes.items():
+        for sample, trajectory in sorted(group.items()):
+            info = trajectory.info
+            yield Outcome(
+                task=source.task(index),
+                sample=sample,
+                reward=trajectory.reward or 0.0,
+                info=dict(info.get("reward") or {}),
+                tokens=trajectory.num_action_tokens,
+                turns=len(trajectory.turns),
+                seconds=float(info.get("engine_s", 0.0)) + float(info.get("environment_s", 0.0)),
+            )
 
 
 async def _play(
@@ -140,8 +179,8 @@ def summarise(
         success_rate=sum(rates) / len(rates),
         stderr=standard_error(rates),
         mean_reward=sum(t.reward or 0.0 for t in flat) / len(flat),
-        pass_hat=dict(_over_tasks(outcomes, samples, pass_hat_k)),
-        pass_at=dict(_over_tasks(outcomes, samples, pass_at_k)),
+        pass_hat=over_tasks(outcomes, samples, pass_hat_k),
+        pass_at=over_tasks(outcomes, samples, pass_at_k),
         tasks=len(played),
         samples_per_task=samples,
         episodes=len(flat),
@@ -158,35 +197,6 @@ def _succeeded(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None and trajectory.reward >= _SUCCESS_REWARD
 
 
-def _over_tasks(
-    outcomes: Sequence[Sequence[bool]], samples: int, estimator: Any
-) -> Iterator[tuple[int, float]]:
-    """(k, mean of `estimator` over the tasks that have at least k samples)."""
-    for k in range(1, samples + 1):
-        values = [estimator(len(outcome), sum(outcome), k) for outcome in outcomes if len(outcome) >= k]
-        if values:
-            yield k, sum(values) / len(values)
-
-
-def pass_hat_k(samples: int, successes: int, k: int) -> float:
-    """Unbiased estimate of P(k samples all succeed): C(c, k) / C(n, k); needs n >= k."""
-    return math.comb(successes, k) / math.comb(samples, k)
-
-
-def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples succeeds): 1 - C(n - c, k) / C(n, k); needs n >= k."""
-    return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values: sample standard deviation / sqrt(n); NaN for a single value."""
-    n = len(values)
-    if n < 2:
-        return math.nan
-    mean = sum(values) / n
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
-
-
 def evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult:
     """Evaluate as `config.evaluation` says, on running engines; blocks until done."""
     return asyncio.run(_evaluate_engines(config, urls))
@@ -195,17 +205,34 @@ def evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult
 async def _evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult:
     chat = ChatFormat(config.model.path)
     source = build_task_source(config.environment, "heldout", config.seed)
+    sampling = evaluation_sampling(config.rollout, config.evaluation.temperature)
+    limits = replace(EpisodeLimits.from_config(config), routed_experts=False)
+    folder = RunFiles(config.run_path).evaluation
     async with build_pool(config, list(urls)) as pool:
-        return await evaluate(
+        versions = await asyncio.gather(*(client.version() for client in pool.clients))
+        conditions = {
+            "versions": list(versions),
+            "sampling": asdict(sampling),
+            "limits": asdict(limits),
+            "environment": asdict(config.environment),
+        }
+        journal = EvaluationJournal(folder / "under_way", conditions)
+        if len(journal):
+            logger.info("going on with an evaluation that has %d episodes", len(journal))
+        result = await evaluate(
             pool,
             source,
             chat,
             tasks=config.evaluation.tasks,
             samples=config.evaluation.samples_per_task,
             concurrency=config.rollout.concurrency,
-            sampling=evaluation_sampling(config.rollout, config.evaluation.temperature),
-            limits=replace(EpisodeLimits.from_config(config), routed_experts=False),
+            sampling=sampling,
+            limits=limits,
+            journal=journal,
+            folder=folder,
         )
+        journal.clear()
+        return result
 
 
 def main(config: RunConfig) -> int:

@@ -13,7 +13,9 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -129,3 +131,28 @@ class TaskSource(Protocol):
 
     def environment(self, task: Task) -> Environment:
         """A fresh environment for one episode of `task`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One finished evaluation episode, for a benchmark's own report.
+
+    sample: its number among the episodes of the task. info: what `Environment.reward` said. tokens, turns: of the
+    policy. seconds: time spent waiting for the engine and the environment.
+    """
+
+    task: Task
+    sample: int
+    reward: float
+    info: dict[str, Any]
+    tokens: int
+    turns: int
+    seconds: float
+
+
+@runtime_checkable
+class ReportingTaskSource(TaskSource, Protocol):
+    """A source of tasks that reports in a benchmark's own terms, beside what every evaluation reports."""
+
+    def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
+        """Write the benchmark's result files into `folder` (it exists); returns JSON for the evaluation's row."""

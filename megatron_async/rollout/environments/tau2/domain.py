@@ -160,6 +160,10 @@ class Domain:
             self._gold[task.id] = self.state(environment)
         return self._gold[task.id]
 
+    def forget_gold(self) -> None:
+        """Drop the gold states computed so far: for measurements of what they cost."""
+        self._gold.clear()
+
     # ------------------------------------------------------------------ helpers
 
     def _fresh_databases(self) -> dict[str, Any]:

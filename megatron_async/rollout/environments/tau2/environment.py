@@ -10,11 +10,10 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +23,14 @@ from megatron_async.rollout.environments.base import (
     AssistantTurn,
     EnvironmentFailure,
     Message,
+    Outcome,
     Split,
     Start,
     Step,
     Task,
     ToolCall,
 )
-from megatron_async.rollout.environments.tau2 import package, reward
+from megatron_async.rollout.environments.tau2 import report, reward, workers
 from megatron_async.rollout.environments.tau2.domain import Domain, DomainFiles
 from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, EndpointError
 from megatron_async.rollout.environments.tau2.episode import ChatMessage, Episode, Limits, Pending, Said
@@ -151,14 +151,15 @@ class Tau2Environment:
         return self.context.options.tool_descriptions == "short"
 
     async def _verdict(self, basis: tuple[str, ...]) -> tuple[Verdict, dict[str, Any]]:
-        """The verdict without judged assertions, and what was checked. The slow evaluator runs in a thread."""
+        """The verdict without judged assertions, and what was checked. The slow evaluator runs off the event loop."""
         options, episode = self.context.options, self.episode
         if options.evaluator == "official":
-            return await asyncio.to_thread(reward.official, episode, basis), {"evaluator": "official"}
+            verdict = await workers.official(episode, basis, options.official_processes)
+            return verdict, {"evaluator": "official"}
         fast = reward.cached(episode, basis)
         if episode.termination is None or not self._drawn(options.verify_official):
             return fast, {"evaluator": "cached"}
-        slow = await asyncio.to_thread(reward.official, episode, basis)
+        slow = await workers.official(episode, basis, options.official_processes)
         agreed = reward.agreed(episode.task.id, fast, slow)
         return slow, {"evaluator": "cached", "official_reward": slow.reward, "official_agrees": agreed}
 
@@ -233,6 +234,10 @@ class Tau2Tasks:
             self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **stamp}
         )
 
+    def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
+        """Results in the benchmark's own format and a page for people; needs recorded transcripts."""
+        return report.write(self.context.domain, self.options, self.stamp(), outcomes, samples, folder)
+
     def stamp(self) -> dict[str, Any]:
         """What every report about these tasks must say."""
         options = self.options
@@ -261,8 +266,9 @@ def _domain(options: Tau2Options, split: Split) -> Domain:
     tasks = options.task_file
     if split == "heldout" and options.heldout_task_file:
         tasks = options.heldout_task_file
-    files = DomainFiles(tasks, options.database_file, options.user_database_file)
-    return Domain(package.load(), options.domain, options.solo, files)
+    return workers.load_domain(
+        options.domain, options.solo, DomainFiles(tasks, options.database_file, options.user_database_file)
+    )
 
 
 def _task_ids(options: Tau2Options, domain: Domain, split: Split) -> tuple[list[str], int]:
@@ -303,9 +309,7 @@ def _user(context: Tau2Context, task: Any) -> User | None:
         return EndpointUser(context.user_endpoint)
     if options.user.kind == "scripted":
         return ScriptedUser(str(task.user_scenario))
-    if task.id not in context.recordings:
-        raise EnvironmentFailure(f"{options.user.transcripts} holds no conversation of task {task.id!r}")
-    return RecordedUser(context.recordings[task.id])
+    return RecordedUser(context.recordings.get(task.id, ()))
 
 
 def _step(pending: Pending) -> Step:

@@ -62,6 +62,7 @@ class Tau2Options:
     enforce_communication_protocol: end with agent_error when a message has both text and tool calls.
     evaluator: "cached" compares the live state with the gold state; "official" runs the benchmark's evaluator.
     verify_official: share of episodes for which "cached" is checked against the official evaluator, which wins.
+    official_processes: worker processes for the official evaluator; 0 uses a thread, enough for sampled checks.
     reward_basis: "official"; "no_judge" leaves out assertions that need a language model as judge; "communicate" puts
     the check for communicated information in their place.
     system_prompt_file: replaces the benchmark's system prompt ({policy} and {ticket} are filled in); recorded, since
@@ -84,6 +85,7 @@ class Tau2Options:
     enforce_communication_protocol: bool = False
     evaluator: str = "cached"
     verify_official: float = 0.02
+    official_processes: int = 0
     reward_basis: str = "official"
     system_prompt_file: str = ""
     tool_descriptions: str = "full"
@@ -130,6 +132,8 @@ def _check(options: Tau2Options) -> None:
         raise ValueError(f"tau2: the {options.domain} domain has no solo mode (its tasks have no tickets)")
     if not 0.0 <= options.verify_official <= 1.0:
         raise ValueError(f"tau2: verify_official={options.verify_official} is a share between 0 and 1")
+    if options.official_processes < 0:
+        raise ValueError(f"tau2: official_processes={options.official_processes} must not be negative")
     if options.max_steps < 1 or options.max_errors < 1:
         raise ValueError(
             f"tau2: max_steps={options.max_steps}, max_errors={options.max_errors} must be at least 1"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,22 +89,24 @@ def cached(episode: Episode, basis: tuple[str, ...]) -> Verdict:
     return Verdict(_product(breakdown), breakdown, basis)
 
 
-def official(episode: Episode, basis: tuple[str, ...]) -> Verdict:
+def official(
+    domain: Domain, task: Any, messages: Sequence[Any], termination: str | None, basis: tuple[str, ...]
+) -> Verdict:
     """The verdict of the benchmark's `evaluate_simulation`; judged assertions are left to the caller. Slow."""
-    domain, package = episode.domain, episode.domain.package
+    package = domain.package
     simulation = package.SimulationRun(
         id="evaluation",
-        task_id=episode.task.id,
+        task_id=task.id,
         start_time="",
         end_time="",
         duration=0.0,
-        termination_reason=episode.termination or "max_steps",
-        messages=episode.messages,
+        termination_reason=termination or "max_steps",
+        messages=list(messages),
     )
     evaluate = _with_names(package.evaluate_simulation, registry=_OwnConstructor(domain))
     info = evaluate(
         simulation=simulation,
-        task=_with_basis(package, episode.task, basis),
+        task=_with_basis(package, task, basis),
         evaluation_type=package.EvaluationType.ALL,
         solo_mode=domain.solo,
         domain=domain.name,
