@@ -3,8 +3,8 @@
     python tools/benchmark_quickstart.py --seeds 0 1 2 [--set KEY=VALUE ...]
 
 Figures in docs/benchmarks/quickstart.json: setup_minutes (a fresh environment), total_minutes (set-up plus the longest
-run), gain_points_min (held-out success after RL minus warm start, smallest of the seeds), version_gap_mean. Resumable:
-a seed that has finished under the same settings is not run again.
+run), gain_points_min (held-out success after RL minus warm start, smallest of the seeds), version_gap_mean, and the
+timeline of one step as a picture. Resumable: a seed that has finished under the same settings is not run again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def main() -> None:
         _remembered(f"seed_{seed}", settings, lambda seed=seed: measure_run(seed, arguments.overrides), keep=True)
         for seed in arguments.seeds
     ]
+    timeline = ROOT / "runs" / f"benchmark_seed{arguments.seeds[0]}" / "timeline.png"
+    shutil.copy(timeline, ROOT / "docs" / "benchmarks" / "quickstart_timeline.png")
     write_rows("quickstart", rows(setup, arguments.seeds, runs))
 
 
