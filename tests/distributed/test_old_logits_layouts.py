@@ -23,10 +23,12 @@ TWO_RANKS = (
 FOUR_RANKS = ("moe:tp2:ep2:bf16:distributed", "moe:tp2:ep2:bf16", "moe:tp2:pp2:bf16:distributed")
 
 
-def run(directory: Path, ranks: int, cases: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+def run(
+    directory: Path, ranks: int, cases: tuple[str, ...], timeout_s: float = 240
+) -> dict[str, list[dict[str, Any]]]:
     for kind in ("dense", "moe"):
         make_model(kind).save_pretrained(directory / kind / "model")
-    launch(SCRIPT, ranks, str(directory), *cases, logs=directory / "logs", timeout_s=240)
+    launch(SCRIPT, ranks, str(directory), *cases, logs=directory / "logs", timeout_s=timeout_s)
     return json.loads((directory / "findings.json").read_text())
 
 
@@ -35,9 +37,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     return run(tmp_path_factory.mktemp("old_logits"), 2, TWO_RANKS)
 
 
-def check_every_version_comes_back(ranks: list[dict[str, Any]]) -> None:
+def check_every_version_comes_back(ranks: list[dict[str, Any]], versions: int = VERSIONS) -> None:
     for found in ranks:
-        assert found["versions"] == list(range(VERSIONS + 1))
+        assert found["versions"] == list(range(versions + 1))
         assert found["moved"] > 0
         assert found["wrong_pairs"] == []
         assert found["weights_unchanged"]
@@ -83,3 +85,16 @@ def test_four_ranks(tmp_path: Path, case: str) -> None:
     check_every_version_comes_back(found)
     check_logprobs_are_those_of_their_time(found)
     assert all(rank["weights_after_proxy"] for rank in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(2, "moe:tp2:bf16"), (2, "moe:ep2:bf16:distributed"), (4, FOUR_RANKS[0])]
+)
+def test_fifty_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, case: str) -> None:
+    """Each of fifty versions from each other, by differences and by copies: over 5000 walks there and back."""
+    monkeypatch.setenv("OLD_LOGITS_VERSIONS", "50")
+    (found,) = run(tmp_path, ranks, (case,), timeout_s=850).values()
+    check_every_version_comes_back(found, versions=50)
+    check_logprobs_are_those_of_their_time(found)
