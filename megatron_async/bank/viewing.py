@@ -7,6 +7,7 @@ from typing import NamedTuple
 from sqlalchemy import Engine, select
 
 from megatron_async.bank.errors import BankError
+from megatron_async.bank.states import State
 from megatron_async.bank.tables import groups, payloads, trajectories
 from megatron_async.trajectory import Trajectory
 
@@ -55,3 +56,24 @@ def find(engine: Engine, trajectory_id: str) -> Trajectory:
     if data is None:
         raise BankError(f"the bank holds no tokens of a trajectory {trajectory_id!r}")
     return Trajectory.from_bytes(data)
+
+
+class Finished(NamedTuple):
+    """A trajectory that was played to its end, and when it ended (Unix seconds)."""
+
+    trajectory: Trajectory
+    finished_at: float
+
+
+def finished(engine: Engine, count: int) -> list[Finished]:
+    """The `count` trainable trajectories that finished last (trained ones included), newest first."""
+    row = trajectories.c
+    query = (
+        select(payloads.c.data, row.finished_at)
+        .join(trajectories, row.position == payloads.c.position)
+        .where(row.state.in_([State.FINISHED.value, State.RESERVED.value, State.TRAINED.value]))
+        .order_by(row.position.desc())
+        .limit(count)
+    )
+    with engine.connect() as conn:
+        return [Finished(Trajectory.from_bytes(data), float(at)) for data, at in conn.execute(query)]

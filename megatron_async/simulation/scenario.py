@@ -1,0 +1,151 @@
+"""What is simulated: engines, trainer, publishing, old log-probs, and the policy of the rollout. Times in seconds.
+
+All classes are frozen; numbers come from `calibration` or from the user. `shared` hosts: where trainer and engines
+compute on the same processors, each slows the other down by `interference`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_async.simulation.workload import Workload
+
+Source = Literal["start", "start_pass", "rollout", "ewma", "snapshot", "dedicated", "interrupt"]
+SOURCES: tuple[Source, ...] = ("start", "start_pass", "rollout", "ewma", "snapshot", "dedicated", "interrupt")
+"""Old-logit sources with a cost model. `start` reuses the training forward; `start_pass` pays a pass of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """Continuous batching: with k requests running, one decoding step takes `step_base + step_per_request * k` and
+    gives each of them a token. A context token costs `prefill` decoding steps' worth of its request's progress (cached
+    prefixes are free until the weights change). request_seconds: what a request takes beside decoding."""
+
+    count: int = 1
+    step_base: float = 0.02
+    step_per_request: float = 0.0
+    prefill: float = 0.0
+    request_seconds: float = 0.0
+
+    def step_seconds(self, running: int) -> float:
+        """Seconds of one decoding step with `running` requests on one engine."""
+        return self.step_base + self.step_per_request * running
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerModel:
+    """An update takes `update_fixed + update_per_token * tokens / nodes` at full speed; a forward-only pass the share
+    `forward_share` of the part that grows with tokens. trained_share: of the groups of a batch, those that enter the
+    loss (groups without a signal are left out). overhead: between two steps (commit, metrics). poll: between two looks
+    at the bank."""
+
+    nodes: int = 1
+    update_fixed: float = 0.0
+    update_per_token: float = 0.0
+    forward_share: float = 1 / 3
+    trained_share: float = 1.0
+    overhead: float = 0.0
+    poll: float = 0.0
+
+    def update_seconds(self, tokens: float, nodes: float) -> float:
+        return self.update_fixed + self.update_per_token * tokens / nodes
+
+    def forward_seconds(self, tokens: float, nodes: float) -> float:
+        return self.forward_share * self.update_per_token * tokens / nodes
+
+
+@dataclass(frozen=True, slots=True)
+class PublishModel:
+    """A publishing takes `seconds` of the trainer, `paused` of them with the engines standing still; every `every`
+    steps. retract: running requests recompute their context under the new weights."""
+
+    seconds: float = 0.0
+    paused: float = 0.0
+    every: int = 1
+    retract: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OldLogitModel:
+    """What recovering old log-probs costs beside forward passes.
+
+    capture: recording a version (per update). travel: one step of the history, back or forth. switch: swapping averaged
+    weights in and out. dedicated_nodes: trainer nodes that only score (source `dedicated`).
+    """
+
+    source: Source = "start"
+    capture: float = 0.0
+    travel: float = 0.0
+    switch: float = 0.0
+    dedicated_nodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPolicy:
+    """Who may start, and what is thrown away.
+
+    bound: `rollout.max_staleness`. admission: "throttle" starts only what will fit under the bound (the product's);
+    "drop" starts whenever there is a place and throws away groups older than the bound when a batch is built; "window"
+    likewise, and keeps only the newest `window` finished trajectories. arrivals_per_second: prompts (groups) that
+    arrive, Poisson; infinite: always one more. poll: between two looks at the bank for a new version. turnaround: from
+    the end of an episode to the start of what takes its place (looking at the bank, recording, the rollout's own work).
+    """
+
+    bound: int = 1
+    concurrency: int = 32
+    groups: int = 16
+    group_size: int = 8
+    admission: Literal["throttle", "drop", "window"] = "throttle"
+    window: int = 0
+    arrivals_per_second: float = math.inf
+    poll: float = 0.0
+    turnaround: float = 0.0
+
+    @property
+    def batch(self) -> int:
+        """Trajectories per training step."""
+        return self.groups * self.group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One loop. interference: on shared hosts, how much longer trainer and engines take while both compute (0: separate
+    machines; 1: twice as long)."""
+
+    workload: Workload
+    engines: EngineModel = EngineModel()
+    trainer: TrainerModel = TrainerModel()
+    publish: PublishModel = PublishModel()
+    old_logits: OldLogitModel = OldLogitModel()
+    rollout: RolloutPolicy = RolloutPolicy()
+    interference: float = 0.0
+
+    def __post_init__(self) -> None:
+        rollout, trainer = self.rollout, self.trainer
+        problems = []
+        if (
+            min(rollout.groups, rollout.group_size, rollout.concurrency, self.engines.count, trainer.nodes)
+            < 1
+        ):
+            problems.append("groups, group_size, concurrency, engines and nodes must be at least 1")
+        if rollout.admission == "window" and rollout.window < rollout.batch:
+            problems.append(
+                f"a window of {rollout.window} trajectories never holds a batch of {rollout.batch}"
+            )
+        if rollout.admission == "throttle" and rollout.bound < self.publish.every - 1:
+            problems.append(
+                f"bound {rollout.bound} is too small for publishing every {self.publish.every} steps"
+            )
+        if self.old_logits.source not in SOURCES:
+            problems.append(f"old-logit source {self.old_logits.source!r} is none of {', '.join(SOURCES)}")
+        if self.old_logits.source == "dedicated" and not 0 < self.old_logits.dedicated_nodes < trainer.nodes:
+            problems.append(
+                f"source dedicated takes {self.old_logits.dedicated_nodes} of {trainer.nodes} trainer nodes; at least "
+                "one must score and one must train"
+            )
+        if self.engines.step_seconds(1) <= 0:
+            problems.append("a decoding step must take time")
+        if problems:
+            raise ValueError("scenario: " + "; ".join(problems))
