@@ -45,12 +45,17 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    config = _configuration(arguments, starts_engines=not arguments.dry_run)
+    leads = arguments.node == 0
+    config = _configuration(arguments, starts_engines=leads and not arguments.dry_run, warns=leads)
     if arguments.dry_run:
         return _dry_run(config)
+    if not leads:
+        from megatron_async import join
+
+        return join.run(config, arguments.node, arguments.address)
     from megatron_async import launch
 
-    return launch.run(config, fresh=arguments.fresh)
+    return launch.run(config, fresh=arguments.fresh, address=arguments.address)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -153,6 +158,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     launch.add_argument(
         "--fresh", action="store_true", help="delete what an earlier run of the same name left"
+    )
+    launch.add_argument(
+        "--node",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of this machine, for runs on several: 0 leads; the trainer's come first, then the engines'",
+    )
+    launch.add_argument(
+        "--address", help="where other machines reach this one (default: its host name's address)"
     )
     for name, handler, text in (
         ("train", _train, "one trainer rank (started by torchrun)"),

@@ -14,8 +14,11 @@ from contextlib import ExitStack, contextmanager
 
 from megatron_async import config as configuration
 from megatron_async.bank import Bank
+from megatron_async.config.checks import is_local
+from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.machines import Others, own_address
 from megatron_async.observe import RunFiles, append_evaluation, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
@@ -38,17 +41,20 @@ EXIT_STOPPED = 130
 _ENGINE_STOP_S = 3.0
 
 
-def run(config: RunConfig, *, fresh: bool = False) -> int:
-    """Run the whole job; returns the exit code.
+def run(config: RunConfig, *, fresh: bool = False, address: str | None = None) -> int:
+    """Run the whole job, or with several machines the first one's part, which leads; returns the exit code.
 
-    fresh: delete what an earlier run of the same name left.
+    fresh: delete what an earlier run of the same name left. address: where other machines reach this one; found if not
+    given.
     Raises UserError for what the user can mend.
     """
-    ChatFormat(config.model.path)  # a tokenizer without tools is refused before half a minute of starting engines
+    ChatFormat(
+        config.model.path
+    )  # a tokenizer without tools is refused before half a minute of starting engines
     files = create_folder(config, fresh=fresh)
     try:
         with stop_on_signals():
-            _run(config, files)
+            _run(config, files, address)
     except StopRequested as stop:
         print(f"stopped by {stop}; finished trajectories and metrics are in {files.root}")  # noqa: T201
         return EXIT_STOPPED
@@ -94,19 +100,39 @@ class _Steps:
         print(f"{self._name} {done}/{self._config.steps}  action loss {loss:.3f}  {seconds:.0f} s")  # noqa: T201
 
 
-def _run(config: RunConfig, files: RunFiles) -> None:
+def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
     with Bank.open(config.bank_url) as bank:
         bank.set_state("phase", "training")
-    with engines(config, files) as servers:
-        _evaluate(config, servers, step=0)
+    nodes = place(config)
+    with (
+        _other_machines(config, files, nodes, address) as others,
+        engines(config, files, nodes[0], others.address) as servers,
+    ):
+        urls = [*(server.url for server in servers), *others.engines(engines_alive(servers))]
+        write_engines(files, urls)
+        _evaluate(config, urls, step=0)
+        others.train()
         with supervised([]) as parts:
-            for part in (_rollout(files), _trainer(config, files)):
+            for part in (_rollout(files), _trainer(config, files, others.address)):
                 parts.append(part)
                 part.start()
             trainer = parts[-1]
             with Progress(config) as progress:
-                watch(parts, lambda: trainer.poll() == 0, _tick(progress, servers))
-        _evaluate(config, servers, step=config.steps)
+                watch(
+                    parts,
+                    lambda: trainer.poll() == 0,
+                    progress.refresh,
+                    engines_alive(servers),
+                    others.check,
+                )
+        _evaluate(config, urls, step=config.steps)
+
+
+def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], address: str | None) -> Others:
+    where = config.engines.host if len(nodes) == 1 else address or own_address()
+    deadline = config.cluster.join_deadline_s + config.engines.start_deadline_s
+    hosting = {node.number for node in nodes if node.engines}
+    return Others(files, [node.number for node in nodes[1:]], hosting, where, deadline)
 
 
 def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
@@ -130,33 +156,39 @@ def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
 
 
 @contextmanager
-def engines(config: RunConfig, files: RunFiles) -> Iterator[list[EngineServer]]:
-    """The inference servers of a run, all ready; their addresses are in `engines.json`."""
-    options = server_options(config)
+def engines(config: RunConfig, files: RunFiles, node: Node, host: str) -> Iterator[list[EngineServer]]:
+    """The inference servers that a machine holds, all ready, listening on `host` (or `engines.host`, if that is an
+    address that others can reach)."""
+    listen = host if is_local(config.engines.host) else config.engines.host
     with ExitStack() as stack:
         servers = []
-        for i in range(config.engines.count):
+        for i, slot in enumerate(node.engines):
             port = config.engines.base_port + i if config.engines.base_port else 0
             server = EngineServer(
                 config.model.path,
-                config.engines.host,
+                listen,
                 port,
-                log_path=files.logs / f"engine_{i}.log",
-                options=options,
+                log_path=files.logs / f"engine_{slot.index}.log",
+                options=server_options(config, slot.devices),
             )
             stack.callback(server.stop, _ENGINE_STOP_S)
             server.start()
             servers.append(server)
         for server in servers:
             server.wait_ready(config.engines.start_deadline_s)
-        addresses = {"engines": [{"url": server.url} for server in servers]}
-        (files.root / "engines.json").write_text(json.dumps(addresses, indent=1))
         yield servers
 
 
-def server_options(config: RunConfig) -> ServerOptions:
-    """SGLang's options for one engine of this run."""
+def write_engines(files: RunFiles, urls: list[str]) -> None:
+    """Tell trainer, rollout and other commands where the run's engines are."""
+    addresses = {"engines": [{"url": url} for url in urls]}
+    (files.root / "engines.json").write_text(json.dumps(addresses, indent=1))
+
+
+def server_options(config: RunConfig, devices: tuple[int, ...] = ()) -> ServerOptions:
+    """SGLang's options for one engine of this run. devices: the accelerators it may use; empty: all it finds."""
     return ServerOptions(
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {},
         dtype=config.model.dtype,
         tensor_parallel_size=config.engines.tensor_parallel_size,
         max_total_tokens=config.engines.max_total_tokens,
@@ -166,10 +198,26 @@ def server_options(config: RunConfig) -> ServerOptions:
     )
 
 
-def trainer_command(config: RunConfig, config_path: str, command: str = "train") -> list[str]:
-    """argv of the trainer ranks on this node: torchrun around `megatron-async train` (or another command)."""
-    ranks = config.trainer.nproc_per_node or config.layout.world_size // config.trainer.nodes
-    rendezvous = ["--standalone"] if config.trainer.nodes == 1 else ["--nnodes", str(config.trainer.nodes)]
+def trainer_command(
+    config: RunConfig, config_path: str, command: str = "train", *, node: int = 0, lead: str = ""
+) -> list[str]:
+    """argv of the trainer ranks on one machine: torchrun around `megatron-async train` (or another command).
+
+    node, lead: with several machines, this one's number and the first one's address.
+    """
+    ranks = ranks_per_node(config)
+    rendezvous = ["--standalone"]
+    if config.trainer.nodes > 1:
+        if not lead:
+            raise UserError(
+                f"trainer.nodes: {command} runs on one machine, but the configuration has {config.trainer.nodes}; set "
+                "trainer.nodes=1 and a layout.world_size of its ranks"
+            )
+        # Static ranks: rank 0, which speaks with bank and engines, must be on the first machine.
+        rendezvous = [
+            "--nnodes", str(config.trainer.nodes), "--node-rank", str(node),
+            "--master-addr", lead, "--master-port", str(config.cluster.rendezvous_port),
+        ]  # fmt: skip
     return python_module(
         "torch.distributed.run",
         *rendezvous,
@@ -188,15 +236,14 @@ def _rollout(files: RunFiles) -> Part:
     return Part("rollout", command, files.logs / "rollout.log")
 
 
-def _trainer(config: RunConfig, files: RunFiles) -> Part:
-    return Part("trainer", trainer_command(config, str(files.config)), files.logs / "trainer.log")
+def _trainer(config: RunConfig, files: RunFiles, lead: str) -> Part:
+    return Part("trainer", trainer_command(config, str(files.config), lead=lead), files.logs / "trainer.log")
 
 
-def _tick(progress: Progress, servers: list[EngineServer]) -> Callable[[], None]:
-    """Redraws the progress and notices an engine that died."""
+def engines_alive(servers: list[EngineServer]) -> Callable[[], None]:
+    """What notices an engine of this machine that died."""
 
     def tick() -> None:
-        progress.refresh()
         for server in servers:
             if not server.alive():
                 raise PartFailed(f"the engine at {server.url} died; its log ends:\n{server.log_tail()}")
@@ -204,7 +251,7 @@ def _tick(progress: Progress, servers: list[EngineServer]) -> Callable[[], None]
     return tick
 
 
-def _evaluate(config: RunConfig, servers: list[EngineServer], step: int) -> None:
+def _evaluate(config: RunConfig, urls: list[str], step: int) -> None:
     """Held-out success of what the engines hold now, into evaluations.jsonl."""
-    result = evaluate_engines(config, [server.url for server in servers])
+    result = evaluate_engines(config, urls)
     append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})

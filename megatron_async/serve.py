@@ -10,6 +10,7 @@ import time
 
 from megatron_async import launch
 from megatron_async.config import dump
+from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
@@ -22,12 +23,21 @@ _POLL_S = 1.0
 
 def main(config: RunConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises UserError when an engine dies."""
+    if config.cluster.engine_nodes:
+        raise UserError(
+            f"cluster.engine_nodes: {config.cluster.engine_nodes} machines hold engines, but serve starts those of one "
+            "machine; use launch --node N on each, or set cluster.engine_nodes=0"
+        )
     files = RunFiles(config.run_path)
     files.logs.mkdir(parents=True, exist_ok=True)
     if not files.config.exists():
         files.config.write_text(dump(config), encoding="utf-8")
     try:
-        with stop_on_signals(), launch.engines(config, files) as servers:
+        with (
+            stop_on_signals(),
+            launch.engines(config, files, place(config)[0], config.engines.host) as servers,
+        ):
+            launch.write_engines(files, [server.url for server in servers])
             for server in servers:
                 logger.info("engine ready at %s", server.url)
             while True:

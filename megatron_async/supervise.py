@@ -148,17 +148,18 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def watch(
-    parts: Sequence[Part], finished: Callable[[], bool], tick: Callable[[], None], poll_s: float = 0.5
+    parts: Sequence[Part], finished: Callable[[], bool], *ticks: Callable[[], None], poll_s: float = 0.5
 ) -> None:
     """Wait until `finished()`; raise PartFailed as soon as a part ends with a code other than zero.
 
-    tick: called at every poll (progress display).
+    ticks: called at every poll (progress display, other things to watch).
     """
     while not finished():
         for part in parts:
             if part.poll() not in (None, 0):
                 raise part.failure()
-        tick()
+        for tick in ticks:
+            tick()
         time.sleep(poll_s)
 
 

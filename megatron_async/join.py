@@ -1,0 +1,80 @@
+"""`megatron-async launch --node N`, N above 0: this machine's part of a run that machine 0 leads.
+
+Invariants: it starts its part when the lead says so, says how it is doing, and ends with the lead; nothing it started
+survives it, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_async import launch, machines
+from megatron_async.config.placement import Node, place
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.machines import Announcement, Machine, machine_file
+from megatron_async.observe import RunFiles
+from megatron_async.supervise import Part, StopRequested, stop_on_signals, supervised, watch
+from sglang_bridge import BridgeError
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: RunConfig, number: int, address: str | None = None) -> int:
+    """Run machine `number`'s part until the lead ends the run; returns the exit code.
+
+    address: of this machine, where the others reach it; found if not given.
+    Raises UserError for what the user can mend.
+    """
+    nodes = place(config)
+    if not 0 < number < len(nodes):
+        raise UserError(
+            f"--node {number}: the run has machines 0 to {len(nodes) - 1} (trainer.nodes {config.trainer.nodes} + "
+            f"cluster.engine_nodes {config.cluster.engine_nodes}); machine 0 leads and takes no --node"
+        )
+    files, where = RunFiles(config.run_path), address or machines.own_address()
+    lead = Machine(files, 0)
+    try:
+        with stop_on_signals():
+            # An earlier run's folder may still be there until the lead has made the new one.
+            lead.wait_for((machines.STARTING, machines.TRAINING), config.cluster.join_deadline_s, _nothing)
+            with Announcement(machine_file(files, number), address=where) as announcement:
+                _take_part(config, files, nodes[number], lead, where, announcement)
+    except StopRequested as stop:
+        logger.info("stopped by %s", stop)
+        return launch.EXIT_STOPPED
+    except BridgeError as error:  # the bridge is usable alone and does not know UserError
+        raise UserError(str(error)) from error
+    return 0
+
+
+def _take_part(
+    config: RunConfig, files: RunFiles, node: Node, lead: Machine, address: str, announcement: Announcement
+) -> None:
+    if node.engines:
+        with launch.engines(config, files, node, address) as servers:
+            announcement.set(phase=machines.READY, engines=[server.url for server in servers])
+            watch([], lambda: _ended(lead), launch.engines_alive(servers))
+    else:
+        _train(config, files, node, lead)
+
+
+def _train(config: RunConfig, files: RunFiles, node: Node, lead: Machine) -> None:
+    deadline = config.cluster.join_deadline_s + config.engines.start_deadline_s
+    said = lead.wait_for((machines.TRAINING, machines.ENDED), deadline, _nothing)
+    if said["phase"] == machines.ENDED:
+        return
+    command = launch.trainer_command(config, str(files.config), node=node.number, lead=str(said["address"]))
+    part = Part("trainer", command, files.logs / f"trainer_{node.number}.log")
+    with supervised([part]):
+        part.start()
+        watch([part], lambda: part.poll() == 0 or _ended(lead))
+
+
+def _ended(lead: Machine) -> bool:
+    said = lead.look()
+    return said is not None and said["phase"] == machines.ENDED
+
+
+def _nothing() -> None:
+    """There is nothing to do between two looks."""
