@@ -4,7 +4,7 @@ Invariants:
 - The model is Megatron's: only the layer specification differs (Transformer Engine where installed, otherwise
   Megatron's local modules with our core attention and norm).
 - A model dimension that the layout cannot cut is refused with the arithmetic.
-- The loss is never divided by Megatron (``calculate_per_token_loss``): see ``engine/policy.py``.
+- The loss is never divided by Megatron (``calculate_per_token_loss``): see ``engine/token_model.py``.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """One pass over a rank's micro-batches through Megatron's forward-backward schedule, and its results on every rank.
 
 Invariants:
-- The schedule is Megatron's own, so pipeline and virtual pipeline stages work alike; the last stage computes log-probs.
+- The schedule is Megatron's own, so pipeline and virtual pipeline stages work alike; the last stage reads the tokens'
+  values (log-probs and entropies of a policy, state values of a critic) off the model's output.
 - Values kept for reporting are detached copies: the schedule may change the loss tensor it was given.
 - Results are equal on all ranks: each token's value comes from the one rank that computed it.
 """
@@ -19,10 +20,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async.engine.forward import token_logprobs
-from megatron_async.engine.sequences import MicroBatch, Packed
+from megatron_async.engine.sequences import MicroBatch
 
-LossFn = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""``(packed, *values) → (loss, stats)`` with the readout's values, [T] each."""
+Readout = Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
+"""``(output of the last stage, micro-batch) → values``, fp32 [T] each, token-aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,7 @@ class MicroResult:
     """Detached results of one micro-batch on the last pipeline stage."""
 
     flat_index: Tensor
-    logprobs: Tensor
-    entropy: Tensor
+    values: tuple[Tensor, ...]
     loss: Tensor | None
     stats: dict[str, Tensor]
 
@@ -42,12 +44,12 @@ class PassResult:
 
     micro_results: list[MicroResult]
 
-    def gather_tokens(self, num_tokens: int, device: torch.device) -> NDArray[np.float32]:
-        """Log-probs and entropies of the whole batch, float32 [2, num_tokens], on every rank (collective)."""
-        values = torch.zeros(2, num_tokens, dtype=torch.float32, device=device)
+    def gather_tokens(self, kinds: int, num_tokens: int, device: torch.device) -> NDArray[np.float32]:
+        """The readout's values of the whole batch, float32 [kinds, num_tokens], on every rank (collective)."""
+        values = torch.zeros(kinds, num_tokens, dtype=torch.float32, device=device)
         if _reports():
             for result in self.micro_results:
-                values[:, result.flat_index] = torch.stack([result.logprobs, result.entropy])
+                values[:, result.flat_index] = torch.stack(result.values)
         dist.all_reduce(values)
         return values.cpu().numpy()
 
@@ -77,14 +79,16 @@ def _reports() -> bool:
 
 
 def run_pass(
-    chunks: list[Any], micro_batches: list[MicroBatch], loss_fn: LossFn | None, *, entropy: bool
+    chunks: list[Any], micro_batches: list[MicroBatch], loss_fn: LossFn | None, readout: Readout
 ) -> PassResult:
     """Forward every micro-batch, and with a ``loss_fn`` backward too (gradients accumulate in the DDP buffers).
 
     Args:
         chunks: this rank's model chunks (DDP-wrapped for training).
         micro_batches: equally many on every data-parallel rank.
-        loss_fn: see ``Policy.train_step``; None runs forward only.
+        loss_fn: its part of the globally normalised loss and statistics to be summed; not called for micro-batches
+            without tokens. None runs forward only.
+        readout: what the model's output says of each token.
     """
     results: list[MicroResult] = []
 
@@ -93,7 +97,7 @@ def run_pass(
         output = model(
             micro_batch.input_ids, micro_batch.position_ids, None, packed_seq_params=micro_batch.attention
         )
-        return output, partial(_finish, micro_batch, loss_fn, entropy, results)
+        return output, partial(_finish, micro_batch, loss_fn, readout, results)
 
     iterators = [iter(micro_batches) for _ in chunks]
     get_forward_backward_func()(
@@ -109,27 +113,25 @@ def run_pass(
 
 
 def _finish(
-    micro_batch: MicroBatch, loss_fn: LossFn | None, entropy: bool, results: list[MicroResult], logits: Tensor
+    micro_batch: MicroBatch, loss_fn: LossFn | None, readout: Readout, results: list[MicroResult], output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Megatron's loss function: (loss, token count, report); the count is ignored by our gradient finalisation."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    logprobs, entropies = token_logprobs(logits, micro_batch, group, entropy=entropy)
+    values = readout(output, micro_batch)
     packed = micro_batch.packed
     loss: Tensor | None = None
     stats: dict[str, Tensor] = {}
     if loss_fn is not None and len(packed) > 0:
-        loss, stats = loss_fn(packed, logprobs, entropies)
+        loss, stats = loss_fn(packed, *values)
     results.append(
         MicroResult(
             packed.flat_index,
-            logprobs.detach(),
-            entropies.detach(),
+            tuple(value.detach() for value in values),
             None if loss is None else loss.detach().clone(),
             {name: value.detach() for name, value in stats.items()},
         )
     )
     if loss is None or not loss.requires_grad:
         # Padding, or nothing to learn here: the backward pass must run all the same, for its collectives.
-        loss = logprobs.sum() * 0.0
-    count = torch.tensor(len(packed), dtype=torch.int, device=logits.device)
+        loss = values[0].sum() * 0.0
+    count = torch.tensor(len(packed), dtype=torch.int, device=output.device)
     return loss, count, {}

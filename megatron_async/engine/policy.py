@@ -1,140 +1,28 @@
-"""The policy: a Megatron model under any layout that scores, learns and exports. All of its methods are collective.
+"""The policy: a language model under any layout that scores its tokens, learns and exports. All methods are collective.
 
-Invariants:
-- ``loss_fn`` returns its micro-batch's part of the *globally normalised* loss; parts are summed over micro-batches and
-  ranks and divided by nothing. So loss and gradients do not depend on how the batch was cut.
-- Every rank passes the same sequences in the same order and gets the same results.
-- A batch without an active token, a non-finite gradient or a gradient of exactly zero makes no step, and says so.
-- After ``load_hf`` the optimiser's masters equal the loaded weights; ``export`` gives the exact bits of the parameters.
+Invariants: see ``engine/token_model.py``; log-probs are token-aligned and those of the distribution that was sampled
+(temperature applied).
 """
 
-import functools
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Literal, overload
 
-import numpy as np
-import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from megatron_async.engine import platform
-from megatron_async.engine.hf_config import HFConfig
-from megatron_async.engine.hf_export import CheckpointWriter, ExportPlan
-from megatron_async.engine.hf_reader import load_pieces
-from megatron_async.engine.hf_weights import NameTable, Piece, global_name
-from megatron_async.engine.model import DTYPES, build_chunks, transformer_config
-from megatron_async.engine.optimizer import Optimizer, wrap_ddp
-from megatron_async.engine.packing import PackingPlan, pack
-from megatron_async.engine.passes import LossFn, PassResult, run_pass
-from megatron_async.engine.sequences import BatchIndex, Cut, Sequence, build_micro_batch
-from megatron_async.errors import UserError
+from megatron_async.engine.forward import token_logprobs
+from megatron_async.engine.sequences import MicroBatch, Sequence
+from megatron_async.engine.token_model import TokenError, TokenModel, TokenValues, TrainStepResult
 
-LogProbs = list[NDArray[np.float32]]
-COLLECTIVE_GRACE_S = 300.0
-"""Collectives outlast the trainer's own deadline by this much, so that the deadline's message comes first."""
+__all__ = ["LogProbs", "Policy", "TokenError", "TrainStepResult"]
+
+LogProbs = TokenValues
 
 
-class TokenError(UserError):
-    """A token id that the vocabulary does not have."""
+class Policy(TokenModel):
+    """Build with ``Policy.build``. Its ``loss_fn`` takes ``(packed, logprobs [T], entropy [T])``."""
 
-
-@dataclass(frozen=True, slots=True)
-class TrainStepResult:
-    """What one ``train_step`` did; equal on all ranks.
-
-    Attributes:
-        loss: the globally normalised loss.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate used.
-        stats: what ``loss_fn`` reported (any shapes), summed over the global batch.
-        logprobs: float32 [L] per sequence, token-aligned, under the weights before the step.
-        seconds: wall time by stage (pack, forward_backward, optimizer, gather).
-        skipped: why no optimiser step was made, or None.
-        micro_batches: per rank.
-        fill: tokens over the micro-batches' capacity.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    stats: dict[str, NDArray[np.float64]]
-    logprobs: LogProbs
-    seconds: dict[str, float]
-    skipped: str | None
-    micro_batches: int
-    fill: float
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    seconds: dict[str, float] = field(default_factory=dict)
-    _last: float = field(default_factory=time.perf_counter)
-
-    def lap(self, stage: str) -> None:
-        platform.setup().synchronize()
-        now = time.perf_counter()
-        self.seconds[stage] = now - self._last
-        self._last = now
-
-
-class Policy:
-    """Build with ``Policy.build``. Without an optimiser it scores and exports only."""
-
-    def __init__(
-        self,
-        hf: HFConfig,
-        config: TransformerConfig,
-        chunks: list[GPTModel],
-        optimizer: OptimizerConfig | None,
-        *,
-        model_config: ModelConfig,
-        layout: LayoutConfig,
-        trainer: TrainerConfig,
-    ) -> None:
-        self.hf_config = hf
-        self.transformer_config = config
-        self.table = NameTable(hf)
-        self.model_config, self.layout, self.trainer = model_config, layout, trainer
-        self.models = chunks
-        self.chunks: list[Any] = list(chunks)
-        self.optimizer: Optimizer | None = None
-        self._mark_shards()
-        self.load_hf(model_config.path)
-        if optimizer is not None:
-            distributed = trainer.use_distributed_optimizer
-            self.chunks = list(wrap_ddp(config, chunks, distributed_optimizer=distributed))
-            dtype = DTYPES[model_config.dtype]
-            self.optimizer = Optimizer(optimizer, self.chunks, dtype=dtype, distributed=distributed)
-
-    @classmethod
-    def build(
-        cls,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        trainer: TrainerConfig,
-        optimizer: OptimizerConfig | None = None,
-        seed: int = 0,
-    ) -> "Policy":
-        """Join the process group, build this rank's share of the model and load the checkpoint into it.
-
-        Raises:
-            PlatformError, LayoutError: the layout fits neither the ranks nor the model.
-            UnsupportedModelError, CheckpointMissing, WeightMismatch: the checkpoint.
-        """
-        platform.init_distributed(layout, seed, deadline_s=trainer.deadline_s + COLLECTIVE_GRACE_S)
-        hf = HFConfig.from_pretrained(model.path)
-        config = transformer_config(hf, model, layout, trainer)
-        chunks = build_chunks(hf, config)
-        return cls(hf, config, chunks, optimizer, model_config=model, layout=layout, trainer=trainer)
-
-    # ---- scoring and learning ------------------------------------------------------------------------------------
+    _kinds = 2
 
     @overload
     def logprobs(self, sequences: list[Sequence], *, entropy: Literal[False] = False) -> LogProbs: ...
@@ -154,205 +42,13 @@ class Policy:
             PackingError: a sequence longer than a micro-batch.
             TokenError: a token id outside the vocabulary.
         """
-        batch, plan = self._plan(sequences)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            result = self._run(batch, plan, None, entropy=entropy)
-        gathered = result.gather_tokens(batch.num_tokens, self._device)
-        logprobs = batch.split(gathered[0])
-        return (logprobs, batch.split(gathered[1])) if entropy else logprobs
+        logprobs, entropies = self._score(sequences, partial(_token_logprobs, entropy=entropy), self._kinds)
+        return (logprobs, entropies) if entropy else logprobs
 
-    def train_step(self, sequences: list[Sequence], loss_fn: LossFn) -> TrainStepResult:
-        """One optimiser step on a global batch.
-
-        Args:
-            sequences: the whole global batch, equal on every rank.
-            loss_fn: ``(packed, logprobs [T], entropy [T]) → (loss, stats)``: the scalar part of the globally normalised
-                loss that the micro-batch's tokens contribute, and detached tensors to be summed over the batch. It is
-                not called for micro-batches without tokens.
-
-        Raises:
-            PackingError, TokenError: as ``logprobs``.
-            RuntimeError: built without an optimiser.
-        """
-        optimizer = self._required_optimizer()
-        watch = _Stopwatch()
-        batch, plan = self._plan(sequences)
-        inactive = _without_active_tokens(batch)
-        watch.lap("pack")
-        for chunk in self.chunks:
-            chunk.train()
-        optimizer.zero_grad(self.chunks)
-        result = self._run(batch, plan, _no_loss if inactive else loss_fn, entropy=True)
-        watch.lap("forward_backward")
-        outcome = optimizer.step(skip=inactive)
-        watch.lap("optimizer")
-        gathered = result.gather_tokens(batch.num_tokens, self._device)
-        loss, stats = result.gather_stats()
-        watch.lap("gather")
-        return TrainStepResult(
-            loss=loss,
-            grad_norm=outcome.grad_norm,
-            lr=outcome.lr,
-            stats=stats,
-            logprobs=batch.split(gathered[0]),
-            seconds=watch.seconds,
-            skipped=outcome.skipped,
-            micro_batches=len(plan.micro_batches[0]),
-            fill=plan.fill,
-        )
-
-    def _plan(self, sequences: list[Sequence]) -> tuple[BatchIndex, PackingPlan]:
-        cut = self._cut
-        interleaved = self.layout.virtual_pipeline_model_parallel_size is not None
-        plan = pack(
-            [len(sequence) for sequence in sequences],
-            budget=self.trainer.micro_batch_tokens * cut.context_parallel,
-            ranks=parallel_state.get_data_parallel_world_size(),
-            count_multiple=self.layout.pipeline_model_parallel_size if interleaved else 1,
-            length_multiple=cut.length_multiple,
-        )
-        batch = BatchIndex(sequences)
-        if batch.token_ids.min() < 0 or batch.token_ids.max() >= self.hf_config.vocab_size:
-            raise TokenError(
-                f"token ids range from {batch.token_ids.min()} to {batch.token_ids.max()}, but the vocabulary has "
-                f"{self.hf_config.vocab_size}; tokenizer and checkpoint do not belong together"
-            )
-        return batch, plan
-
-    def _run(
-        self, batch: BatchIndex, plan: PackingPlan, loss_fn: LossFn | None, *, entropy: bool
-    ) -> PassResult:
-        members = plan.micro_batches[parallel_state.get_data_parallel_rank()]
-        micro_batches = [build_micro_batch(batch, chosen, self._cut) for chosen in members]
-        return run_pass(self.chunks, micro_batches, loss_fn, entropy=entropy)
-
-    @functools.cached_property
-    def _cut(self) -> Cut:
-        return Cut(
-            tensor_parallel=self.layout.tensor_model_parallel_size,
-            context_parallel=self.layout.context_parallel_size,
-            context_rank=parallel_state.get_context_parallel_rank(),
-            device=self._device,
-        )
-
-    @property
-    def _device(self) -> torch.device:
-        return platform.setup().device
-
-    # ---- weights -------------------------------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters under their global Megatron names (layer and expert numbers of the whole model)."""
-        experts = self.hf_config.num_experts // self.layout.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * experts
-        for model in self.models:
-            layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-            for name, parameter in model.named_parameters():
-                yield global_name(name, layers, first_expert), parameter
-
-    def _mark_shards(self) -> None:
-        """Tell Megatron how each parameter lies over the ranks, where it would not know by itself.
-
-        - It marks tensor-parallel shards only while initialising weights, which building from a checkpoint skips; the
-          gradient norm would count the first tensor-parallel rank's shards alone, and clip too late.
-        - It reduces expert gradients over the expert-data-parallel ranks only if expert parallel is on; with tensor
-          parallel and whole experts, the tensor-parallel ranks' tokens would be left out.
-        """
-        experts_lie_apart = (
-            self.layout.expert_model_parallel_size > 1
-            or self.layout.expert_tensor_parallel_size != self.layout.tensor_model_parallel_size
-        )
-        for name, parameter in self.named_parameters():
-            row = self.table.rows_of(name)[0]
-            marks: Any = parameter
-            marks.tensor_model_parallel = row.shard_axis is not None
-            marks.partition_dim = -1 if row.shard_axis is None else row.shard_axis
-            marks.partition_stride = 1
-            marks.allreduce = not (row.is_expert and experts_lie_apart)
-
-    def pieces(self, value: Callable[[Tensor], Tensor] = Tensor.detach) -> list[Piece]:
-        """Views of this rank's parameters as rectangles of Hugging Face tensors.
-
-        Args:
-            value: what to view of each parameter, of its shape (its gradient or a copy, for instance).
-        """
-        dense = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-        expert = (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-        pieces: list[Piece] = []
-        for name, parameter in self.named_parameters():
-            is_expert = self.table.rows_of(name)[0].is_expert
-            pieces += self.table.pieces(name, value(parameter), *(expert if is_expert else dense))
-        return pieces
-
-    def load_hf(self, path: str | Path) -> None:
-        """Overwrite the weights with a checkpoint's; the optimiser's masters follow, its moments stay.
-
-        Raises:
-            CheckpointMissing, WeightMismatch: nothing has been changed then.
-        """
-        load_pieces(path, self.table, self.pieces())
-        if self.optimizer is not None:
-            self.optimizer.reload_weights()
-
-    def masters(self) -> list[Tensor]:
-        """The optimiser's fp32 weights, live: this rank's shard, in an order that never changes."""
-        return self._required_optimizer().masters()
-
-    def exchange_masters(self, values: list[Tensor]) -> None:
-        """Swap other fp32 weights with the masters and into the model; a second call takes it back bit for bit."""
-        self._required_optimizer().exchange_masters(values)
-
-    def _required_optimizer(self) -> Optimizer:
-        if self.optimizer is None:
-            raise RuntimeError(
-                "this policy was built without an optimiser; pass an OptimizerConfig to Policy.build"
-            )
-        return self.optimizer
-
-    @functools.cached_property
-    def _export_plan(self) -> ExportPlan:
-        return ExportPlan(self.table, self.pieces())
-
-    def export(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Stream all weights as (Hugging Face name, tensor): whole tensors on rank 0, None elsewhere.
-
-        Collective: every rank must iterate to the end. Experts come one by one under their published names.
-        """
-        return self._export_plan.stream()
-
-    def save_hf(self, path: str | Path) -> None:
-        """Write a Hugging Face checkpoint (sharded safetensors, configuration, tokenizer) from rank 0; collective.
-
-        The directory appears, or replaces an earlier one, only when it is complete.
-        """
-        writer: CheckpointWriter | None = None
-        if torch.distributed.get_rank() == 0:
-            writer = CheckpointWriter(
-                Path(path), Path(self.model_config.path), DTYPES[self.model_config.dtype]
-            )
-        for name, tensor in self.export():
-            if writer is not None and tensor is not None:
-                writer.add(name, tensor)
-        if writer is not None:
-            writer.finish()
-        torch.distributed.barrier()
+    def _readout(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        return _token_logprobs(output, micro_batch, entropy=True)
 
 
-def _without_active_tokens(batch: BatchIndex) -> str | None:
-    """The reason to skip a batch whose ``action_mask`` (if it has one) is empty."""
-    mask = batch.arrays.get("action_mask")
-    if mask is None or mask.any():
-        return None
-    return f"none of the batch's {batch.num_tokens} tokens is an action token (action_mask is all false)"
-
-
-def _no_loss(packed: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return logprobs.sum() * 0.0, {}
+def _token_logprobs(logits: Tensor, micro_batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, ...]:
+    group = parallel_state.get_tensor_model_parallel_group()
+    return token_logprobs(logits, micro_batch, group, entropy=entropy)
