@@ -46,6 +46,11 @@ class AdvantageEstimator:
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = resolve_advantage(config)
+        if ADVANTAGES[self.config.name].needs_critic:
+            raise AdvantageError(
+                f"advantage {self.config.name!r} gives every token its own advantage from a critic's values: use "
+                "gae_targets"
+            )
         window = self.config.window or ADVANTAGES["running_mean"].window
         assert window is not None, "config.methods gives running_mean a window"
         self._running = RunningMean(window)

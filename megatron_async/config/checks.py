@@ -10,6 +10,7 @@ import math
 import socket
 
 from megatron_async.config import methods
+from megatron_async.config.critic_checks import critic_problems
 from megatron_async.config.errors import ConfigError, nearest
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
 from megatron_async.config.placement import placement_problems
@@ -328,6 +329,13 @@ def _check_source(config: RunConfig) -> list[str]:
         ]
     if source not in methods.SOURCES:
         return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
+    if source == "dedicated" and (
+        config.trainer.nodes != 1 or not config.snapshots.durable or config.snapshots.disk_bytes == 0
+    ):
+        return [
+            "objective.anchor: dedicated sends records from disk to ranks beside the trainer's; it needs "
+            f"trainer.nodes: 1 (it is {config.trainer.nodes}), snapshots.durable: true and disk for snapshots; or use anchor snapshot"
+        ]
     if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
         return [
             f"objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
@@ -357,7 +365,7 @@ def _check_advantage(config: RunConfig) -> list[str]:
         )
     if advantage.window is not None and advantage.window < 1:
         problems.append(f"advantage.window: {advantage.window} is not at least 1")
-    return problems
+    return problems + (critic_problems(config) if estimator.needs_critic else [])
 
 
 def is_local(host: str) -> bool:

@@ -289,6 +289,8 @@ class Estimator:
     """Whether the estimate compares trajectories of the same prompt."""
     window: int | None = None
     """Default number of past rewards it looks back on."""
+    needs_critic: bool = False
+    """Whether it takes the values of a critic, and gives every token its own advantage."""
 
 
 ADVANTAGES: dict[str, Estimator] = {
@@ -298,6 +300,7 @@ ADVANTAGES: dict[str, Estimator] = {
     "batch_mean": Estimator("reward - mean of the batch", False),
     "running_mean": Estimator("reward - mean of the latest rewards of the prompt", False, 8),
     "latest_mean": Estimator("reward - mean of the latest rewards of all prompts", False, 128),
+    "gae": Estimator("skip-observation GAE over a critic's values, per token", False, needs_critic=True),
 }
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_async.config.credit import AdvantageConfig as AdvantageConfig
+from megatron_async.config.credit import CriticConfig as CriticConfig
+
 MIB = 2**20
 
 
@@ -189,26 +192,6 @@ class ObjectiveConfig:
     off."""
     options: dict[str, float | str | bool] = field(default_factory=dict)
     """Options of the method or of its anchor, by name; unknown ones are refused (see docs/algorithms)."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageConfig:
-    """How rewards become advantages. Groups are found by their id, never by position."""
-
-    name: str = "grpo"
-    """Estimator: grpo (group mean, optionally std), dr_grpo (group mean only), rloo (leave one out), batch_mean,
-    running_mean (latest rewards of the same prompt), latest_mean (latest rewards of all prompts)."""
-    normalise_std: bool = True
-    """Divide by the group's standard deviation. Read by grpo and batch_mean. It lifts easy and hard prompts to the
-    scale of the others."""
-    singleton: Literal["error", "zero", "running_mean"] = "error"
-    """What happens to a group of one, whose own mean says nothing: refuse, give it no gradient, or compare it with the
-    running mean of its prompt."""
-    drop_zero_variance_groups: bool = True
-    """Leave groups whose rewards are all equal out of the loss. They carry no gradient; leaving them out saves their
-    forward and keeps them out of the token mean's denominator, and the step has fewer trajectories."""
-    window: int | None = None
-    """Rewards that running_mean (null: 8, per prompt) or latest_mean (null: 128, over all) look back on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +428,8 @@ class RunConfig:
     """The loss."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
+    critic: CriticConfig = CriticConfig()
+    """Value model."""
     old_logits: OldLogitsConfig = OldLogitsConfig()
     """Where old log-probs come from."""
     snapshots: SnapshotsConfig = SnapshotsConfig()

@@ -65,6 +65,8 @@ def _union(kind: Any, value: Any) -> Any:
     for part in (p for p in parts if p is not type(None)):
         if part is bool and isinstance(value, bool):
             return value
+        if get_origin(part) is Literal and value in get_args(part):
+            return value
         if part in (int, str) and isinstance(value, part) and not isinstance(value, bool):
             return value
         if part is float and isinstance(value, int | float) and not isinstance(value, bool):

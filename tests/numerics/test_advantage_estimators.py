@@ -160,7 +160,8 @@ def test_wrong_inputs_are_named() -> None:
 def test_every_listed_estimator_is_implemented() -> None:
     """Field bug 23: the names have one home."""
     batch = ([1.0, 0.0, 0.5, 0.0], ["a", "a", "b", "b"], ["p", "p", "q", "q"])
-    assert all(len(estimator(name)(*batch)) == 4 for name in ADVANTAGES)
+    scalar = [name for name, entry in ADVANTAGES.items() if not entry.needs_critic]
+    assert all(len(estimator(name)(*batch)) == 4 for name in scalar)
 
 
 @pytest.mark.parametrize("active", [0, 1])
