@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron_async.engine.hf_config import HFConfig
 from megatron_async.errors import UserError
 
+Head = Literal["lm", "value", "none"]
 Index = tuple[tuple[int, int], ...]
 """Half-open range per dimension of a Hugging Face tensor."""
 
@@ -88,16 +90,20 @@ class Piece:
 
 
 class NameTable:
-    """All Hugging Face tensors of one architecture and where Megatron keeps them."""
+    """All Hugging Face tensors of one architecture and where Megatron keeps them.
 
-    def __init__(self, config: HFConfig) -> None:
+    head: what follows the body: the language model's output layer, a critic's value head, or nothing.
+    """
+
+    def __init__(self, config: HFConfig, head: Head = "lm") -> None:
         self.config = config
-        self.rows: tuple[Row, ...] = tuple(_rows(config))
+        self.head = head
+        self.rows: tuple[Row, ...] = tuple(_rows(config, head))
         self.by_name: dict[str, Row] = {row.hf_name: row for row in self.rows}
         self._by_parameter: dict[str, list[Row]] = {}
         for row in self.rows:
             self._by_parameter.setdefault(row.parameter, []).append(row)
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and head == "lm":
             # With pipeline parallelism the last stage keeps its own copy of the tied embedding.
             self._by_parameter["output_layer.weight"] = self._by_parameter["embedding.word_embeddings.weight"]
 
@@ -157,7 +163,7 @@ class NameTable:
             WeightMismatch: listing what is missing and what is unexpected.
         """
         names = set(on_disk)
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings or self.head != "lm":
             names.discard("lm_head.weight")
         missing = [row.hf_name for row in self.rows if row.hf_name not in names]
         unexpected = sorted(names - self.by_name.keys())
@@ -181,7 +187,7 @@ def _index(row: Row, rank: int, size: int) -> Index:
     return tuple(index)
 
 
-def _rows(config: HFConfig) -> Iterator[Row]:
+def _rows(config: HFConfig, head: Head) -> Iterator[Row]:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = "embedding.word_embeddings.weight"
     yield Row("model.embed_tokens.weight", (vocab, hidden), embedding, Part.WHOLE, 0)
@@ -193,7 +199,10 @@ def _rows(config: HFConfig) -> Iterator[Row]:
             prefixes = (f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp")
             yield from _mlp_rows(*prefixes, hidden, config.intermediate_size, is_expert=False)
     yield Row("model.norm.weight", (hidden,), "decoder.final_layernorm.weight", Part.WHOLE, None)
-    if not config.tie_word_embeddings:
+    if head == "value":
+        yield Row("score.weight", (1, hidden), "output_layer.weight", Part.WHOLE, None)
+        yield Row("score.bias", (1,), "output_layer.bias", Part.WHOLE, None)
+    elif head == "lm" and not config.tie_word_embeddings:
         yield Row("lm_head.weight", (vocab, hidden), "output_layer.weight", Part.WHOLE, 0)
 
 

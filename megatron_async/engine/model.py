@@ -158,13 +158,18 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return block
 
 
-def build_chunks(hf: HFConfig, config: TransformerConfig) -> list[GPTModel]:
-    """This rank's model: one GPTModel, or one per virtual pipeline stage. Weights are uninitialised: load them."""
+def build_chunks(hf: HFConfig, config: TransformerConfig, *, tied: bool | None = None) -> list[GPTModel]:
+    """This rank's model: one GPTModel, or one per virtual pipeline stage. Weights are uninitialised: load them.
+
+    Args:
+        tied: whether embedding and output layer share their weights; None: as the checkpoint says.
+    """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
-    return [_build_chunk(hf, config, stage) for stage in stages]
+    shared = hf.tie_word_embeddings if tied is None else tied
+    return [_build_chunk(hf, config, stage, shared) for stage in stages]
 
 
-def _build_chunk(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_chunk(hf: HFConfig, config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config=config,
@@ -174,7 +179,7 @@ def _build_chunk(hf: HFConfig, config: TransformerConfig, vp_stage: int | None) 
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_theta,
         vp_stage=vp_stage,
