@@ -135,10 +135,10 @@ def test_demonstrators_quality_is_what_was_asked_for(chat: ChatFormat) -> None:
         episodes = record(400, 0, chat, sloppiness, DeskPolicy())
         return statistics.mean(episode.reward for episode in episodes)
 
-    # Foreign orders are found out in half of the cases. Of the own ones, without the record (30 %) only questions about
-    # the status (20 %) succeed; with it, those and what is pending or not ignored: 1/3 + 2/3 * 0.65.
+    # Foreign orders are found out in half of the cases. Of the own ones, without the record (20 %) only questions about
+    # the status (20 %) succeed; with it, those and what is pending or not ignored: 1/3 + 2/3 * 1/2.
     # Tolerance: four standard errors of 400 draws.
-    own = 0.3 * 0.2 + 0.7 * (0.2 + 0.8 * (1 / 3 + 2 / 3 * 0.65))
+    own = 0.2 * 0.2 + 0.8 * (0.2 + 0.8 * (1 / 3 + 2 / 3 * 0.5))
     assert success(Sloppiness()) == pytest.approx(0.25 * 0.5 + 0.75 * own, abs=0.1)
     assert success(NOT_SLOPPY) == 1.0
     with pytest.raises(ValueError, match="sloppiness skip_user is 1.5"):

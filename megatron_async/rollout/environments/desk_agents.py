@@ -48,8 +48,8 @@ class Sloppiness:
     """
 
     skip_user: float = 0.5
-    skip_order: float = 0.3
-    ignore_status: float = 0.35
+    skip_order: float = 0.2
+    ignore_status: float = 0.5
 
     def __post_init__(self) -> None:
         for mistake, probability in dataclasses.asdict(self).items():
