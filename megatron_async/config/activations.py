@@ -33,7 +33,8 @@ class Activations:
 
     @property
     def total(self) -> int:
-        return round(self.layers + self.logits + self.recomputed)
+        """The logits are gone before the last layer is made again."""
+        return round(self.layers + max(self.logits, self.recomputed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,11 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
         ("weights", held.weights),
         ("gradients", held.gradients),
         ("optimiser", held.optimizer),
-        ("activations", activations.layers + activations.recomputed),
-        ("logits", activations.logits),
+        ("activations", activations.layers),
+        (
+            "logits" if activations.logits > activations.recomputed else "a layer again",
+            max(activations.logits, activations.recomputed),
+        ),
         ("history: shadow", held.weights if source == "snapshot" else 0),
         ("history: records", config.snapshots.device_bytes if source == "snapshot" else 0),
         ("average", masters if source == "ewma" else 0),
