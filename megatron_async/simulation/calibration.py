@@ -50,7 +50,7 @@ SKIPPED_STEPS = 2
 
 MOST_TRAJECTORIES = 4000
 _COMPUTING = ("old_logits", "update", "capture", "publish")
-_FIT_STEPS = 24
+_FIT_STEPS, _FIT_ROUNDS = 24, 2
 _LEAST_STEP_BASE = 1e-6
 """An engine without any base cost would be infinitely fast when it runs a single request."""
 _LONGEST_TURNAROUND = 10.0
@@ -112,7 +112,10 @@ def calibrate(run_path: Path) -> Scenario:
         rollout=_policy(config),
         interference=interference,
     )
-    return fit_turnaround(scenario, episodes_running(run_path, rows))
+    life = float(np.mean([one.end - one.start for one in observed]))
+    for _ in range(_FIT_ROUNDS):
+        scenario = fit_turnaround(fit_life(scenario, life), episodes_running(run_path, rows))
+    return scenario
 
 
 # ---------------------------------------------------------------- what the agents did
@@ -182,8 +185,9 @@ def fit_engines(
     share = np.clip((computing - paused) / life, 0.0, 1.0)
     target = np.maximum(seconds - paused, 1e-6)
     (base, per_request, request), interference = fit_speed(tokens, turns, running, share, target)
-    # A request that is not being decoded (sent, parsed, answered) does not load the engine, in the model as in reality.
-    decoding = 1.0 - float((request * turns).sum() / target.sum())
+    # An episode that is not being decoded (request sent or answered, tool at work) does not load the engine: of the
+    # episodes counted as running, only this share did.
+    decoding = float((target - request * turns).sum() / (life - paused).sum())
     model = EngineModel(
         config.engines.count,
         max(base, _LEAST_STEP_BASE),
@@ -275,6 +279,26 @@ def episodes_running(run_path: Path, rows: Sequence[dict[str, Any]]) -> float:
         return 0.0
     start, end = np.array([rows[0]["time"]]), np.array([rows[-1]["time"]])
     return float(Cumulative(episodes).over(start, end)[0] / (end - start)[0])
+
+
+def fit_life(scenario: Scenario, seconds: float) -> Scenario:
+    """`scenario` with its engines' times scaled so that an episode lives `seconds` on average.
+
+    The fit by trajectory takes the load averaged over a trajectory's life, though it makes most of its tokens while the
+    load is low; what that leaves is a common factor.
+    """
+    result = simulate(scenario, steps=_FIT_STEPS)
+    simulated = result.episodes_running * result.step_seconds / scenario.rollout.batch  # Little's law
+    factor, engines = seconds / simulated, scenario.engines
+    return replace(
+        scenario,
+        engines=replace(
+            engines,
+            step_base=factor * engines.step_base,
+            step_per_request=factor * engines.step_per_request,
+            request_seconds=factor * engines.request_seconds,
+        ),
+    )
 
 
 def fit_turnaround(scenario: Scenario, running: float) -> Scenario:

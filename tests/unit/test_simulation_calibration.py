@@ -1,0 +1,304 @@
+"""Calibration: a run folder written by a loop whose numbers are known gives those numbers back, and predicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import create_engine, text
+
+from megatron_async.bank import Bank
+from megatron_async.config import ConfigError, dump, load
+from megatron_async.errors import UserError
+from megatron_async.observe import MetricsWriter, RunFiles, Timeline
+from megatron_async.simulation import (
+    EngineModel,
+    PublishModel,
+    RolloutPolicy,
+    Scenario,
+    TrainerModel,
+    Workload,
+    calibrate,
+    simulate,
+)
+from megatron_async.simulation.calibration import (
+    SKIPPED_STEPS,
+    Cumulative,
+    fit_life,
+    fit_speed,
+    fit_turnaround,
+    non_negative_least_squares,
+)
+from megatron_async.simulation.loop import _Loop
+from megatron_async.simulation.playing import Play
+from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
+from tests.unit.configs import write_config
+from tools import simulate_async
+
+EPOCH = 1.7e9
+TRUTH = Scenario(
+    Workload.parametric(
+        turns=3, actions_per_turn=30, actions_spread=0.7, prompt=30, observation=10, tool_seconds=0.2, stock=300, seed=5
+    ),
+    EngineModel(step_base=0.01, step_per_request=0.002, request_seconds=0.8),
+    TrainerModel(update_fixed=0.4, update_per_token=2e-4, overhead=0.05, poll=0.05),
+    PublishModel(seconds=0.5, paused=0.2, retract=False),
+    rollout=RolloutPolicy(bound=2, concurrency=24, groups=6, group_size=4, poll=0.1, turnaround=0.4),
+    interference=0.4,
+)  # fmt: skip
+
+
+class Recorder:
+    """Runs a scenario and writes what the real parts would have written."""
+
+    def __init__(self, scenario: Scenario, steps: int) -> None:
+        self.loop = _Loop(scenario, 0)
+        self.plays: list[tuple[Play, float, float, float, float]] = []  # play, start, end, engine and tool seconds
+        self._begun: dict[int, float] = {}
+        self._tools: dict[int, float] = {}
+        players = self.loop.players
+        begin, after = players._begin_turn, players._after_tool
+
+        def begin_turn(play: Play, number: int) -> None:
+            self._begun.setdefault(id(play), self.loop.clock.now)
+            begin(play, number)
+
+        def after_tool(play: Play, number: int) -> None:
+            self._tools[id(play)] = self._tools.get(id(play), 0.0) + play.episode.turns[number].tool_seconds
+            if number + 1 == len(play.episode.turns):
+                start, end, tools = self._begun[id(play)], self.loop.clock.now, self._tools[id(play)]
+                self.plays.append((play, start, end, end - start - tools, tools))
+            after(play, number)
+
+        players._begin_turn, players._after_tool = begin_turn, after_tool  # type: ignore[method-assign]
+        self.loop.run(0, steps)
+
+    def write(self, folder: Path) -> Path:
+        scenario = self.loop.scenario
+        rollout = scenario.rollout
+        config = load(write_config(
+            folder,
+            batch={"groups": rollout.groups, "group_size": rollout.group_size},
+            rollout={"max_staleness": rollout.bound, "concurrency": rollout.concurrency, "max_tokens": 2048},
+            objective={"mask_low": 0.5, "mask_high": 2.0},
+            publish={"pause_mode": "retract" if scenario.publish.retract else "in_place"},
+        ))  # fmt: skip
+        files = RunFiles(config.run_path)
+        files.root.mkdir(parents=True)
+        files.config.write_text(dump(config))
+        self._write_steps(files.root)
+        self._write_trajectories(config.bank_url)
+        return files.root
+
+    def _write_steps(self, root: Path) -> None:
+        trainer, size = Timeline(root, "trainer"), self.loop.scenario.rollout.batch
+        with MetricsWriter(root) as metrics:
+            for number, step in enumerate(self.loop.steps):
+                at = EPOCH + step.end - step.seconds
+                for stage, seconds in step.stages.items():
+                    if stage != "overhead":
+                        trainer.record({"wait": "wait_batch"}.get(stage, stage), number, at, at + seconds)
+                    at += seconds
+                took = trainer.take_seconds()
+                metrics.log(number, {
+                    "seconds/step": sum(took.values()), **{f"seconds/{stage}": s for stage, s in took.items()},
+                    "batch/trajectories": size, "batch/trained": size, "batch/tokens": self.batches[number],
+                    "version_gap/mean": sum(g * n for g, n in step.gap_tokens.items()) / step.tokens,
+                    "publish/seconds": step.stages["publish"], "publish/paused_seconds": 0.2,
+                })  # fmt: skip
+        trainer.close()
+        self._stamp(root)
+        timeline = Timeline(root, "rollout")
+        for play, start, end, _, _ in self.plays:
+            timeline.record("episode", play.start_version, EPOCH + start, EPOCH + end)
+        timeline.close()
+
+    @property
+    def batches(self) -> list[float]:
+        """Tokens of each batch, context included: the update's seconds, engines at work beside it, say them back."""
+        trainer, load = self.loop.scenario.trainer, 1 + self.loop.scenario.interference
+        updates = [step.stages["update"] / load for step in self.loop.steps]
+        return [(seconds - trainer.update_fixed) / trainer.update_per_token for seconds in updates]
+
+    def _stamp(self, root: Path) -> None:
+        """MetricsWriter writes the present time; the run was at EPOCH."""
+        path = RunFiles(root).metrics
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row, step in zip(rows, self.loop.steps, strict=True):
+            row["time"] = EPOCH + step.end
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def _write_trajectories(self, url: str) -> None:
+        times = {}
+        with Bank.open(url) as bank:
+            for version in range(1, self.loop.progress.version + 1):
+                bank.record_version(version, version - 1)
+            for number, (play, start, end, engine, tools) in enumerate(self.plays):
+                trajectory = _trajectory(f"t{number}", play, {"engine_s": engine, "environment_s": tools})
+                bank.start_trajectory(trajectory[0])
+                bank.finish_trajectory(trajectory[1](trajectory[0]))
+                times[f"t{number}"] = (EPOCH + start, EPOCH + end)
+        database = create_engine(url)
+        with database.begin() as connection:
+            for name, (start, end) in times.items():
+                connection.execute(
+                    text("update trajectories set started_at=:s, finished_at=:e where trajectory_id=:n"),
+                    {"s": start, "e": end, "n": name},
+                )
+        database.dispose()
+
+
+def _trajectory(
+    name: str, play: Play, info: dict[str, float]
+) -> tuple[Trajectory, Callable[[Trajectory], Trajectory]]:
+    trajectory = Trajectory(name, f"g{play.group.position}", f"p{play.group.position}", SamplingParams(), {})
+
+    def finish(trajectory: Trajectory) -> Trajectory:
+        for turn in play.episode.turns:
+            trajectory.append_context([1] * turn.context)
+            version = play.actions[0][0]
+            spans = [VersionSpan(version, 0, turn.actions)]
+            trajectory.append_action([2] * turn.actions, [-1.0] * turn.actions, spans, "stop")
+        trajectory.finish(Status.OK, 1.0, info)
+        return trajectory
+
+    return trajectory, finish
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Recorder(TRUTH, 24).write(tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Scenario:
+    return calibrate(folder)
+
+
+def test_a_calibrated_model_repeats_the_run(model: Scenario) -> None:
+    """Step time within 5 %, places taken within 5 %: what is left is the chance of the workload's order."""
+    measured, repeated = simulate(TRUTH, steps=40), simulate(model, steps=40)
+    assert repeated.step_seconds == pytest.approx(measured.step_seconds, rel=0.05)
+    assert repeated.episodes_running == pytest.approx(measured.episodes_running, rel=0.05)
+    assert repeated.gap_mean == pytest.approx(measured.gap_mean, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"bound": 0}},
+        {"rollout": {"bound": 4, "groups": 3}, "publish": {"every": 2}},
+        {"engines": {"count": 2}},
+        {"rollout": {"concurrency": 12}},
+    ],
+)
+def test_it_predicts_other_settings(model: Scenario, changes: dict[str, dict[str, Any]]) -> None:
+    """Within 15 %, the product's own tolerance for step times, of what the true loop does under those settings."""
+
+    def changed(scenario: Scenario) -> Scenario:
+        for section in ("rollout", "publish", "engines"):  # the bound first: publishing checks itself against it
+            part = replace(getattr(scenario, section), **changes.get(section, {}))
+            scenario = replace(scenario, **{section: part})
+        return scenario
+
+    predicted, true = simulate(changed(model), steps=40), simulate(changed(TRUTH), steps=40)
+    assert predicted.step_seconds == pytest.approx(true.step_seconds, rel=0.15)
+
+
+def test_what_is_read_is_what_was_there(model: Scenario) -> None:
+    assert (model.rollout.bound, model.rollout.concurrency, model.rollout.batch) == (2, 24, 24)
+    assert model.workload.mean_actions == pytest.approx(TRUTH.workload.mean_actions, rel=0.1)  # a sample of the stock
+    assert {len(group) for group in model.workload.groups} <= {1, 2, 3, 4}
+    assert model.publish.paused == pytest.approx(0.2)
+    assert model.trainer.overhead == pytest.approx(0.05, abs=1e-6)
+    assert not model.publish.retract
+
+
+def test_predict_and_the_table_of_variants(folder: Path, model: Scenario, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate_async.main([str(folder), "--predict", str(folder), "--steps", "20"]) == 0
+    assert "bound 2, 24 at once, batch 24, publish every 1" in capsys.readouterr().out
+    prediction = simulate_async.predict(model, folder, 0)
+    assert prediction.error <= 0.05
+    arguments = [str(folder), "--engines", "1", "2", "--source", "start", "ewma", "dedicated", "--steps", "10"]
+    assert simulate_async.main([*arguments, "--set", "old_logits.switch=1.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("dedicated, ") == 2  # left out, with the reason: there is one trainer node
+    assert out.count("│ start ") == out.count("│ ewma ") == 2
+
+
+def test_plans_and_wrong_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(simulate_async.__file__).parent.parent
+    scenario = simulate_async.read_scenario(root / "recipes" / "simulation" / "agents.yaml", 0)
+    assert scenario.rollout.batch == 128
+    changed = simulate_async.overridden(scenario, ["engines.count=8", "interference=0.25"])
+    assert (changed.engines.count, changed.interference) == (8, 0.25)
+    with pytest.raises(ConfigError, match=r"did you mean .*count"):
+        simulate_async.overridden(scenario, ["engines.cuont=8"])
+    with pytest.raises(ConfigError, match="expected engines"):
+        simulate_async.overridden(scenario, ["optimizer.lr=1"])
+    assert simulate_async.main([str(tmp_path)]) == simulate_async.EXIT_USER_ERROR
+    assert "config.yaml" in capsys.readouterr().err
+
+
+def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
+    root = Recorder(TRUTH, SKIPPED_STEPS + 2).write(tmp_path)
+    with pytest.raises(UserError, match="at least five"):
+        calibrate(root)
+
+
+# ---------------------------------------------------------------- the fits
+
+
+def test_speed_is_found_from_seconds_alone() -> None:
+    """Noise-free data: coefficients to 1e-6; with 5 % noise on 2,000 trajectories: within 15 %."""
+    random = np.random.default_rng(0)
+    tokens, turns = random.integers(20, 400, 2000).astype(float), random.integers(1, 8, 2000).astype(float)
+    running, share = random.uniform(1, 60, 2000), random.uniform(0, 1, 2000)
+    seconds = (1 + 0.45 * share) * (0.01 * tokens + 0.0005 * tokens * running) + 0.08 * turns
+    found, interference = fit_speed(tokens, turns, running, share, seconds)
+    assert interference == pytest.approx(0.45)
+    assert found == pytest.approx((0.01, 0.0005, 0.08), rel=1e-6)
+    noisy, interference = fit_speed(tokens, turns, running, share, seconds * random.normal(1, 0.05, 2000))
+    assert interference == pytest.approx(0.45, abs=0.05)
+    assert noisy == pytest.approx((0.01, 0.0005, 0.08), rel=0.15)
+
+
+def test_non_negative_least_squares_is_optimal() -> None:
+    """Karush-Kuhn-Tucker: no gradient along positive coordinates, none that would gain along the zero ones."""
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        features, target = random.normal(size=(30, 3)), random.normal(size=30)
+        solution = non_negative_least_squares(features, target)
+        gradient = features.T @ (features @ solution - target)
+        assert (solution >= 0).all()
+        np.testing.assert_allclose(gradient[solution > 0], 0, atol=1e-9)
+        assert (gradient[solution == 0] >= -1e-9).all()
+
+
+def test_cumulative_counts_open_intervals() -> None:
+    """[0, 4] and [2, 3] and [6, 8]."""
+    total = Cumulative([(0.0, 4.0), (2.0, 3.0), (6.0, 8.0)])
+    starts, ends = np.array([-5.0, 0.0, 2.5, 4.0, 7.0]), np.array([20.0, 2.5, 3.0, 6.0, 9.0])
+    np.testing.assert_allclose(total.over(starts, ends), [7.0, 3.0, 1.0, 0.0, 1.0])
+
+
+def test_engines_are_scaled_to_the_life_of_an_episode() -> None:
+    """Engines that take twice as long: the factor is found to 10 % in one round, as the load changes a little."""
+    slow = replace(TRUTH, engines=EngineModel(step_base=0.02, step_per_request=0.004, request_seconds=1.6))
+    result = simulate(slow, steps=24)
+    life = result.episodes_running * result.step_seconds / TRUTH.rollout.batch
+    assert fit_life(TRUTH, life).engines.request_seconds == pytest.approx(1.6, rel=0.1)
+    assert fit_life(slow, life).engines.request_seconds == pytest.approx(1.6, rel=1e-6)
+
+
+def test_turnaround_is_found_from_the_places_taken() -> None:
+    true = simulate(TRUTH, steps=40).episodes_running
+    unknown = replace(TRUTH, rollout=replace(TRUTH.rollout, turnaround=0.0))
+    fitted = fit_turnaround(unknown, true)
+    assert simulate(fitted, steps=40).episodes_running == pytest.approx(true, rel=0.03)
+    assert fit_turnaround(unknown, 1e9).rollout.turnaround == 0.0
