@@ -38,7 +38,7 @@ vary:
   lag:
     "1": {{}}
     "3": {{rollout.max_staleness: 3, publish.every: 3}}
-plots: {{against: {{axis: lag, measures: [active]}}}}
+plots: {{curves: []}}
 """
 
 
@@ -240,7 +240,8 @@ def test_token_mean_leaves_out_steps_without_the_metric() -> None:
 
 
 def test_table_and_figures_show_the_spread_over_seeds(file: Path, job: FakeJob) -> None:
-    assert run(file, "--set", "seeds=[0, 1, 4]") == 0
+    plots = "plots={curves: [reward/mean], against: {axis: lag, measures: [active]}}"
+    assert run(file, "--set", "seeds=[0, 1, 4]", "--set", plots) == 0
     report = (file.parent / "out" / "report.md").read_text()
     success = [50.0, 60.0, 90.0]
     assert f"| start | 1 | 3 | 25.0 ± 0.0 | {np.mean(success):.1f} ± {stdev(success):.1f} |" in report
