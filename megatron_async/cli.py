@@ -65,6 +65,13 @@ def _train(arguments: argparse.Namespace) -> int:
     return train.main(config)
 
 
+def _score(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    from megatron_async import scorer
+
+    return scorer.main(config)
+
+
 def _rollout(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     from megatron_async.rollout import controller
@@ -171,6 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, handler, text in (
         ("train", _train, "one trainer rank (started by torchrun)"),
+        ("score", _score, "one rank of the dedicated old-logit model (started by torchrun)"),
         ("rollout", _rollout, "the rollout process of a run"),
         ("serve", _serve, "the inference engines alone, until Ctrl-C"),
         ("sft", _sft, "warm start: supervised learning on demonstrations"),

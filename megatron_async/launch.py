@@ -113,7 +113,7 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         _evaluate(config, urls, step=0)
         others.train()
         with supervised([]) as parts:
-            for part in (_rollout(files), _trainer(config, files, others.address)):
+            for part in (_rollout(files), *_scorer(config, files), _trainer(config, files, others.address)):
                 parts.append(part)
                 part.start()
             trainer = parts[-1]
@@ -234,6 +234,13 @@ def trainer_command(
 def _rollout(files: RunFiles) -> Part:
     command = python_module("megatron_async", "rollout", "--config", str(files.config))
     return Part("rollout", command, files.logs / "rollout.log")
+
+
+def _scorer(config: RunConfig, files: RunFiles) -> list[Part]:
+    """The dedicated old-logit model, where old log-probs come from one."""
+    if config.old_logits.source != "dedicated":
+        return []
+    return [Part("scorer", trainer_command(config, str(files.config), "score"), files.logs / "scorer.log")]
 
 
 def _trainer(config: RunConfig, files: RunFiles, lead: str) -> Part:

@@ -104,6 +104,7 @@ def _arrays(
     return {
         "action_mask": mask,
         "version_gap": np.where(mask, gaps, 0),
+        "update_gap": np.where(mask, gaps, 0),
         "kv_mismatch": kv_mismatch,
         "advantages": np.full(length, advantage, np.float32),
         "rollout_logprobs": np.full(length, rollout_logprob, np.float32),

@@ -179,7 +179,15 @@ class Bank:
         At most `max_tokens` tokens in all (one trajectory at least), none with a token older than `min_version`.
         Reads the row of every waiting trajectory; nothing is reserved or changed.
         """
-        found = self._read(lambda conn: batches.ahead(conn, known, min_version, max_tokens))
+        found = self._read(lambda conn: batches.ahead(conn, known, (min_version, None), max_tokens, False))
+        return [Trajectory.from_bytes(data) for data in found]
+
+    def list_unscored(
+        self, known: Container[str], min_version: int, max_version: int, max_tokens: int
+    ) -> list[Trajectory]:
+        """As `list_waiting`, with those of the batch in hand first, and no token newer than `max_version`."""
+        bounds = (min_version - 1, max_version)  # a batch in hand was built one version before
+        found = self._read(lambda conn: batches.ahead(conn, known, bounds, max_tokens, True))
         return [Trajectory.from_bytes(data) for data in found]
 
     def list_sampled_by(self, version: int) -> list[Trajectory]:
@@ -194,9 +202,9 @@ class Bank:
         """
         self._write(lambda conn: scores.save(conn, rows, oldest))
 
-    def load_scores(self) -> dict[str, tuple[int, bytes]]:
-        """What `save_scores` kept."""
-        return self._read(scores.load)
+    def load_scores(self, trajectory_ids: Sequence[str] | None = None) -> dict[str, tuple[int, bytes]]:
+        """What `save_scores` kept, of all trajectories or of those named that have any."""
+        return self._read(lambda conn: scores.load(conn, trajectory_ids))
 
     def commit_step(
         self, step: int, version_before: int, version_after: int, metrics: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, exists, func, select, update
+from sqlalchemy import Connection, Row, delete, exists, func, select, update
 
 from megatron_async.bank import dialects
 from megatron_async.bank import groups as group_rows
@@ -71,15 +71,26 @@ def ready(conn: Connection, group_size: int) -> int:
     return int(conn.execute(query).scalar_one())
 
 
-def ahead(conn: Connection, known: Container[str], min_version: int, max_tokens: int) -> list[bytes]:
-    """See `Bank.list_waiting`."""
+def ahead(
+    conn: Connection, known: Container[str], versions: tuple[int, int | None], max_tokens: int, reserved: bool
+) -> list[bytes]:
+    """See `Bank.list_waiting` and `Bank.list_unscored`; versions: the oldest and, unless None, the newest allowed."""
     columns = (trajectories.c.position, trajectories.c.trajectory_id, trajectories.c.tokens)
-    query = select(*columns).join(groups, groups.c.position == trajectories.c.group_position)
-    query = query.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value)
-    query = query.where(trajectories.c.min_version >= min_version).order_by(trajectories.c.position)
+    waiting = select(*columns).join(groups, groups.c.position == trajectories.c.group_position)
+    queries = [waiting.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value)]
+    if reserved:
+        taken = select(*columns).join(steps, steps.c.step == trajectories.c.step)
+        queries.insert(0, taken.where(steps.c.state == "reserved"))
+    oldest, newest = versions
+    found_rows: list[Row[int, str, int]] = []
+    for query in queries:
+        query = query.where(trajectories.c.min_version >= oldest)
+        if newest is not None:
+            query = query.where(trajectories.c.max_version <= newest)
+        found_rows += conn.execute(query.order_by(trajectories.c.position)).all()
     chosen: list[int] = []
     room = max_tokens
-    for row in conn.execute(query):
+    for row in found_rows:
         if row.trajectory_id not in known and (row.tokens <= room or not chosen):
             chosen.append(row.position)
             room -= row.tokens

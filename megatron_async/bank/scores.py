@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, delete, select
 
@@ -18,6 +18,9 @@ def save(conn: Connection, rows: Mapping[str, tuple[int, bytes]], oldest: int) -
         dialects.upsert(conn, scores, "trajectory_id", row)
 
 
-def load(conn: Connection) -> dict[str, tuple[int, bytes]]:
+def load(conn: Connection, trajectory_ids: Sequence[str] | None) -> dict[str, tuple[int, bytes]]:
     """See `Bank.load_scores`."""
-    return {row.trajectory_id: (row.min_version, row.data) for row in conn.execute(select(scores))}
+    query = select(scores)
+    if trajectory_ids is not None:
+        query = query.where(scores.c.trajectory_id.in_(trajectory_ids))
+    return {row.trajectory_id: (row.min_version, row.data) for row in conn.execute(query)}

@@ -56,7 +56,7 @@ ANCHORS: dict[str, Anchor] = {
         other_sources=("snapshot_full",),
     ),
     "dedicated": Anchor(
-        "a second training-side model that scores while the actor updates", True, "dedicated", built=False
+        "a second training-side model that scores while the actor updates", True, "dedicated"
     ),
     "interrupt": Anchor(
         "scored before each update, while the token's version is still resident",

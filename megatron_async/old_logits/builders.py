@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_async.config.schema import RunConfig
@@ -13,8 +16,10 @@ from megatron_async.engine.policy import Policy
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
 from megatron_async.old_logits.averaged import AveragedSource
+from megatron_async.old_logits.dedicated import DedicatedSource, Fetch
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage, beta_of_window
 from megatron_async.old_logits.interrupt import InterruptSource
+from megatron_async.old_logits.peers import PeerLink
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.old_logits.source import OldLogitSource, RolloutSource, StartSource
 from megatron_async.snapshots import FullCopyStore, SnapshotConfig, SnapshotStore, WeightHistory
@@ -31,6 +36,7 @@ class _Request:
     policy: Policy
     needs: frozenset[str]
     version: int
+    fetch: Fetch
 
     @property
     def statistics(self) -> bool:
@@ -53,7 +59,10 @@ def _rollout(request: _Request) -> OldLogitSource:
 
 
 def _snapshot(request: _Request) -> OldLogitSource:
-    return _over(request, open_history(request.config, request.policy, request.version))
+    config = request.config
+    on_disk = config.snapshots.disk_bytes is None or config.snapshots.disk_bytes > 0
+    folder = history_folder(config) if on_disk else None
+    return _over(request, open_history(config, request.policy, request.version, folder))
 
 
 def _snapshot_full(request: _Request) -> OldLogitSource:
@@ -80,6 +89,23 @@ def _ewma(request: _Request) -> OldLogitSource:
     return AveragedSource(request.policy, average, request.statistics)
 
 
+def _dedicated(request: _Request) -> OldLogitSource:
+    config, rank = request.config, dist.get_rank()
+    folder = history_folder(config)
+    link = PeerLink.listen(
+        peer_file(config, rank), config.trainer.deadline_s, local=config.trainer.nodes == 1
+    )
+    return DedicatedSource(
+        request.policy,
+        open_history(config, request.policy, request.version, folder),
+        folder,
+        link,
+        request.fetch,
+        with_start=request.statistics,
+        reuse_training_forward=request.reuses_training_forward,
+    )
+
+
 def _interrupt(request: _Request) -> OldLogitSource:
     source = InterruptSource(
         request.policy,
@@ -100,18 +126,24 @@ BUILDERS: dict[str, Callable[[_Request], OldLogitSource]] = {
     "snapshot_full": _snapshot_full,
     "ewma": _ewma,
     "interrupt": _interrupt,
+    "dedicated": _dedicated,
 }
 """Values of `old_logits.source` that are built in."""
 
 
+def _no_scores(ids: SequenceOf[str]) -> dict[str, np.ndarray]:
+    raise UserError(f"no dedicated model scores these {len(ids)} trajectories")
+
+
 def build_source(
-    config: RunConfig, policy: Policy, needs: frozenset[str], version: int = 0
+    config: RunConfig, policy: Policy, needs: frozenset[str], version: int = 0, fetch: Fetch = _no_scores
 ) -> OldLogitSource:
     """The source named in `old_logits.source`.
 
     Args:
         needs: what the objective needs (`Objective.needs`).
         version: the version of the policy's present weights.
+        fetch: scores of a dedicated model, read by the source `dedicated`.
 
     Raises:
         UserError: a source that is not built in.
@@ -120,11 +152,21 @@ def build_source(
     source = config.old_logits.source
     if source not in BUILDERS:
         raise UserError(f"old_logits.source={source!r} is not built in yet; choose one of {sorted(BUILDERS)}")
-    return BUILDERS[source](_Request(config, policy, needs, version))
+    return BUILDERS[source](_Request(config, policy, needs, version, fetch))
 
 
-def open_history(config: RunConfig, policy: Policy, version: int) -> SnapshotStore:
-    """The history of this rank's weights as differences, in the run's folder."""
+def history_folder(config: RunConfig) -> Path:
+    """Where this trainer rank keeps its history."""
+    return RunFiles(config.run_path).snapshots / f"rank_{dist.get_rank():04d}"
+
+
+def peer_file(config: RunConfig, rank: int) -> Path:
+    """Where a trainer rank leaves the address that its scorer rank calls."""
+    return RunFiles(config.run_path).root / "scorer" / f"rank_{rank:04d}.json"
+
+
+def open_history(config: RunConfig, policy: Policy, version: int, folder: Path | None) -> SnapshotStore:
+    """The history of this rank's weights as differences; folder: on disk, or None to keep it in memory."""
     options, tensors = config.snapshots, dict(policy.named_parameters())
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     settings = SnapshotConfig(
@@ -139,8 +181,6 @@ def open_history(config: RunConfig, policy: Policy, version: int) -> SnapshotSto
         pin_memory=platform.setup().is_gpu,
         deadline_s=config.trainer.deadline_s,
     )
-    on_disk = options.disk_bytes is None or options.disk_bytes > 0
-    folder = RunFiles(config.run_path).snapshots / f"rank_{dist.get_rank():04d}" if on_disk else None
     return SnapshotStore(tensors, version=version, config=settings, directory=folder)
 
 

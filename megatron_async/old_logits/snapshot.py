@@ -130,6 +130,13 @@ class SnapshotSource(OldLogitSource):
         self._ahead.seconds += time.perf_counter() - began
         self._ahead.tokens += sum(int(mask.sum()) for mask in actions)
 
+    def hand_over(self, ids: SequenceOf[str]) -> dict[str, tuple[int, bytes]]:
+        """What was scored ahead of these trajectories, which is then forgotten here; equal on all ranks."""
+        scores = self._pool.export(ids)
+        for key in ids:
+            self._pool.take(key)
+        return scores
+
     def updated(self, version: int, oldest_needed: int) -> None:
         """Record the step to the weights that the policy holds now.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,14 @@ class OldLogitSource(Protocol):
 
     def trained(self, active_fraction: float) -> None:
         """Share of the step's action tokens that mask and clip left active (ρ); called after `updated`."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of this source: JSON, and under "values" fp32 weights laid out like the masters."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
         return
 
     def close(self) -> None:

@@ -28,6 +28,11 @@ from megatron_async.snapshots.record_file import replace_file
 FORMAT = 1
 
 
+def record_path(folder: Path, version: int) -> Path:
+    """Where a durable store over `folder` keeps the record between a version and its parent."""
+    return folder / f"record-{version:08d}.delta"
+
+
 @dataclass(slots=True)
 class Entry:
     """What the manifest says of a version."""
@@ -65,7 +70,7 @@ class Directory:
         self._remove_leftovers()
 
     def record_path(self, version: int) -> Path:
-        return self.path / f"record-{version:08d}.delta"
+        return record_path(self.path, version)
 
     def keyframe_path(self, version: int) -> Path:
         return self.path / f"keyframe-{version:08d}.delta"

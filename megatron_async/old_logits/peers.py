@@ -1,0 +1,93 @@
+"""A channel for bytes between one trainer rank and the scorer rank that holds the same part of the model.
+
+Invariants: messages arrive whole and in order; a peer that is gone, or silent beyond the deadline, raises. The trainer
+rank listens and leaves its address in the run's folder, which both see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from megatron_async.errors import UserError
+
+_LOOK_S = 0.05
+_LISTENER, _CALLER = 0, 1
+_SILENCE = timedelta(days=1)
+"""A peer that died breaks the connection at once; this ends the wait for one that hangs."""
+
+
+class PeerMissing(UserError):
+    """The other side did not come in time."""
+
+
+class PeerLink:
+    """One end of the channel; `send` and `receive` block, each from one thread at a time."""
+
+    def __init__(self, store: TCPStore, end: int, timeout: timedelta) -> None:
+        self._store = store
+        self._other = 1 - end
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore("peer", store), end, 2, timeout)
+        self._group._set_default_timeout(_SILENCE)
+
+    @classmethod
+    def listen(cls, file: Path, deadline_s: float, *, local: bool) -> PeerLink:
+        """Wait for the caller. file: where the address is left. local: both sides run on this machine.
+
+        Raises PeerMissing after `deadline_s` seconds.
+        """
+        host = "127.0.0.1" if local else socket.getfqdn()
+        timeout = timedelta(seconds=deadline_s)
+        store = TCPStore(host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"host": host, "port": store.port}))
+        partial.replace(file)
+        return cls._met(store, _LISTENER, timeout, str(file))
+
+    @classmethod
+    def call(cls, file: Path, deadline_s: float) -> PeerLink:
+        """Meet the listener that left its address in `file`. Raises PeerMissing after `deadline_s` seconds."""
+        started, timeout = time.monotonic(), timedelta(seconds=deadline_s)
+        while not file.exists():
+            if time.monotonic() - started > deadline_s:
+                raise PeerMissing(f"no trainer rank left its address in {file} within {deadline_s:g} s")
+            time.sleep(_LOOK_S)
+        address = json.loads(file.read_text())
+        store = TCPStore(address["host"], address["port"], 2, is_master=False, timeout=timeout)
+        return cls._met(store, _CALLER, timeout, str(file))
+
+    @classmethod
+    def _met(cls, store: TCPStore, end: int, timeout: timedelta, name: str) -> PeerLink:
+        try:
+            return cls(store, end, timeout)
+        except RuntimeError as error:  # torch's DistError is one
+            raise PeerMissing(
+                f"the peer of {name} did not come within {timeout.total_seconds():g} s"
+            ) from error
+
+    def send(self, data: bytes) -> None:
+        """Send one message. Raises RuntimeError when the peer is gone."""
+        header = torch.tensor([len(data)], dtype=torch.int64)
+        self._group.send([header], self._other, 0).wait()
+        if data:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._group.send([body], self._other, 0).wait()
+
+    def receive(self) -> bytes:
+        """The next message. Raises RuntimeError when the peer is gone or silent beyond the deadline."""
+        header = torch.empty(1, dtype=torch.int64)
+        self._group.recv([header], self._other, 0).wait()
+        body = torch.empty(int(header[0]), dtype=torch.uint8)
+        if body.numel():
+            self._group.recv([body], self._other, 0).wait()
+        return body.numpy().tobytes()

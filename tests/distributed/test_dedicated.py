@@ -1,0 +1,79 @@
+"""A second model on ranks of its own follows the actor by differences and scores what waits, exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.launch import REPOSITORY
+from tests.engine_reference import make_model
+
+ACTOR = Path(__file__).with_name("dedicated_actor.py")
+
+
+def write_config(folder: Path, world_size: int) -> Path:
+    make_model("moe").save_pretrained(folder / "model")
+    config = {
+        "name": "job",
+        "run_dir": str(folder),
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+        "layout": {"world_size": world_size, "expert_model_parallel_size": world_size},
+        "trainer": {"deadline_s": 60, "micro_batch_tokens": 256},
+        "optimizer": {"lr": 1e-3},
+        "objective": {"name": "ppo", "anchor": "dedicated"},
+        "batch": {"groups": 7, "group_size": 1},
+        "rollout": {"max_staleness": 3, "max_tokens": 256},
+    }
+    file = folder / "job" / "config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """A world of its own: torchrun where there are several ranks."""
+    command = [sys.executable, *arguments]
+    if ranks > 1:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *run, *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_dedicated_model_scores_every_version_as_the_actor_did(tmp_path: Path, ranks: int) -> None:
+    file, findings = write_config(tmp_path, ranks), tmp_path / "findings.json"
+    score = ["-m", "megatron_async", "score", "--config", str(file)]
+    scorer = start(score, ranks, tmp_path / "scorer.log")
+    actor = start([str(ACTOR), str(file), str(findings)], ranks, tmp_path / "actor.log")
+    try:
+        codes = [actor.wait(timeout=200), scorer.wait(timeout=60)]
+    finally:
+        for process in (actor, scorer):
+            process.kill()
+    logs = "\n".join((tmp_path / f"{name}.log").read_text()[-3000:] for name in ("actor", "scorer"))
+    assert codes == [0, 0], logs
+    found = json.loads(findings.read_text())
+    assert found["compared"] == 8 * 8
+    print(found)
+    assert found["missing"] == 0
+    assert found["moved"] > 1e-2
+    # bf16 products of other packings: the same weights, a few units in the last place of a logit.
+    assert found["worst"] <= 2e-2, found
+    assert found["sent_bytes"] > 0
+    timeline = [json.loads(line) for line in (tmp_path / "job" / "timeline.jsonl").read_text().splitlines()]
+    assert {row["stage"] for row in timeline if row["part"] == "scorer"} == {"follow", "score"}
