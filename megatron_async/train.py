@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from megatron_async.advantages import build_advantage
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.policy import TrainStepResult
 from megatron_async.engine.sequences import Sequence
 from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
 from megatron_async.training.batch import Batch, IdleWork, to_sequences, unrewarded_sequences, with_arrays
+from megatron_async.training.checkpointing import Stateful
+from megatron_async.training.credit import build_credit
 from megatron_async.training.loss import batch_state, global_counts, policy_loss
 from megatron_async.training.metrics import active_fraction
 from megatron_async.training.publishing import Published
@@ -26,8 +27,10 @@ def main(config: RunConfig) -> int:
     """Train `config.steps` steps; returns the exit code."""
     with Session.open(config) as session:
         with closing(Loop(config, session)) as loop:
+            session.checkpoints.restore(loop.parts)
             for step in range(session.first_step, config.steps):
                 loop.step(step)
+                session.save(step, loop.parts)
         session.save_final()
     return 0
 
@@ -39,10 +42,13 @@ class Loop:
         self.config = config
         self.session = session
         self.objective = build_objective(config.objective)
-        self.advantage = build_advantage(config.advantage)
-        self.old_logits = build_source(config, session.policy, self.objective.needs, session.version)
+        self.credit = build_credit(config, session.stage)
+        self.old_logits = build_source(
+            config, session.policy, self.objective.needs, session.version, session.scores.fetch
+        )
+        self.parts: dict[str, Stateful] = {"advantage": self.credit, "old_logits": self.old_logits}
         if self.old_logits.interrupts:
-            self.old_logits.restore(session.version, session.kept_scores())
+            self.old_logits.restore(session.version, session.scores.all())
 
     def step(self, step: int) -> None:
         session, version = self.session, self.session.version
@@ -54,11 +60,15 @@ class Loop:
         if self.old_logits.interrupts and sequences:
             with session.stage("interrupt", step):
                 self.interrupt()
+        sequences = self.credit.assign(step, batch.trained_trajectories, sequences)
         with session.stage("update", step):
-            results = self.update(sequences, anchors)
+            results = [] if self.credit.holds_policy(step) else self.update(sequences, anchors)
+        self.credit.learn(step)
         published = self.advance(step, results) if any(r.skipped is None for r in results) else None
         session.interruption.release()
-        session.finish_step(step, batch, anchors, self.objective, results, published)
+        session.finish_step(
+            step, batch, anchors, self.objective, results, published, self.credit.take_metrics()
+        )
 
     @property
     def idle_work(self) -> IdleWork | None:
@@ -69,7 +79,7 @@ class Loop:
         """Old log-probs of trajectories that wait; the batch finds them."""
         if not trajectories:
             return
-        sequences = unrewarded_sequences(trajectories, self.session.version)
+        sequences = unrewarded_sequences(trajectories, self.session.version, self.session.lineage)
         self.old_logits.score_ahead(sequences, [trajectory.trajectory_id for trajectory in trajectories])
 
     def interrupt(self) -> None:
@@ -77,16 +87,12 @@ class Loop:
         trajectories = self.session.interruption.collect(self.session.version)
         self.score_ahead(trajectories)
         ids = [trajectory.trajectory_id for trajectory in trajectories]
-        self.session.keep_scores(self.old_logits.export(ids))
+        self.session.scores.keep(self.old_logits.export(ids), self.session.oldest_needed)
 
     def assemble(self, trajectories: list[Trajectory], version: int) -> Batch:
         """Rewards to advantages; groups without any signal are left out of the loss if so configured."""
-        rewards = [trajectory.required_reward() for trajectory in trajectories]
-        groups = [trajectory.group_id for trajectory in trajectories]
-        advantages = self.advantage(rewards, groups, [trajectory.prompt_id for trajectory in trajectories])
-        drop = self.config.advantage.drop_zero_variance_groups
-        trained = [i for i, advantage in enumerate(advantages) if advantage != 0.0 or not drop]
-        return Batch(trajectories, advantages, trained, version)
+        advantages, trained = self.credit.scalars(trajectories)
+        return Batch(trajectories, advantages, trained, version, self.session.lineage)
 
     def update(self, sequences: list[Sequence], anchors: AnchorLogprobs) -> list[TrainStepResult]:
         """`updates_per_batch` optimiser steps on disjoint parts of the batch; none for a batch without any signal."""
@@ -106,7 +112,7 @@ class Loop:
         session = self.session
         session.advance(step)
         with session.stage("capture", step):
-            self.old_logits.updated(session.version, session.oldest_needed)
+            self.old_logits.updated(session.version, session.oldest_kept)
             active = active_fraction(self.objective, results)
             if active is not None:
                 self.old_logits.trained(active)

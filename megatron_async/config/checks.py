@@ -219,14 +219,14 @@ _POSITIVE = (
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
     "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
     "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads", "cluster.join_deadline_s",
-    "cluster.rendezvous_port",
+    "cluster.rendezvous_port", "checkpoint.keep_last",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
     "rollout.max_retries", "snapshots.device_bytes", "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
-    "cluster.device_memory_gib", "cluster.host_memory_gib", "cluster.engine_nodes",
+    "cluster.device_memory_gib", "cluster.host_memory_gib", "cluster.engine_nodes", "checkpoint.every",
 )  # fmt: skip
 
 
@@ -334,7 +334,8 @@ def _check_source(config: RunConfig) -> list[str]:
     ):
         return [
             "objective.anchor: dedicated sends records from disk to ranks beside the trainer's; it needs "
-            f"trainer.nodes: 1 (it is {config.trainer.nodes}), snapshots.durable: true and disk for snapshots; or use anchor snapshot"
+            f"trainer.nodes: 1 (it is {config.trainer.nodes}), snapshots.durable: true and disk for snapshots; or use "
+            "anchor snapshot"
         ]
     if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
         return [

@@ -367,6 +367,22 @@ class BankConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Generations from which `launch --resume` goes on: weights, optimiser, schedule, versions, baselines, random
+    state. Any layout can read what another wrote."""
+
+    every: int = 20
+    """Training steps between generations; one more is made after the last step. A kill costs the work of at most so
+    many steps, whose recorded batches are trained again; the history keeps the versions that this may ask for. 0 makes
+    none: a resume then begins at the starting checkpoint."""
+    keep_last: int = 2
+    """Complete generations that are kept; older ones are removed. Each takes 12 bytes per parameter beside the
+    weights."""
+    asynchronous: bool = True
+    """Write while training goes on, which then waits only for the copy. false waits for the disk."""
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationConfig:
     """Measuring the policy on held-out tasks."""
 
@@ -446,6 +462,8 @@ class RunConfig:
     """The machines and their memory."""
     bank: BankConfig = BankConfig()
     """Storage of trajectories."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What a run resumes from."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out success."""
     warm_start: WarmStartConfig = WarmStartConfig()

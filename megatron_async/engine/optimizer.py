@@ -135,19 +135,19 @@ class Optimizer:
         return StepOutcome(norm, self._lr(), None)
 
     def _clip(self, norm: float) -> None:
-        for inner in self._inner_optimizers():
+        for inner in self.inner_optimizers():
             parameters = inner.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self.config.clip_grad, total_norm=norm)
 
-    def _inner_optimizers(self) -> list[Any]:
+    def inner_optimizers(self) -> list[Any]:
         """Those that hold parameters on this rank."""
         inner = self.megatron.chained_optimizers
         return [optimizer for optimizer in inner if not getattr(optimizer, "is_stub_optimizer", False)]
 
     def masters(self) -> list[torch.Tensor]:
         """The fp32 weights that steps are made on, live: this rank's shard, in an order that never changes."""
-        return [master for inner in self._inner_optimizers() for master in inner.get_parameters()]
+        return [master for inner in self.inner_optimizers() for master in inner.get_parameters()]
 
     @torch.no_grad()
     def exchange_masters(self, values: Sequence[torch.Tensor]) -> None:
@@ -160,13 +160,29 @@ class Optimizer:
             kept = master.detach().clone()
             master.copy_(value)
             value.copy_(kept)
-        for inner in self._inner_optimizers():
+        for inner in self.inner_optimizers():
             # Masters of fp32 weights are the weights themselves, and Megatron's plain fp32 optimiser has no such copy.
             if hasattr(inner, "_copy_main_params_to_model_params"):
                 inner._copy_main_params_to_model_params()
         if self._distributed:
             for chunk in self._chunks:
                 chunk.start_param_sync()
+
+    @torch.no_grad()
+    def resume_at(self, num_steps: int) -> None:
+        """Go on as if ``num_steps`` steps had been made: the schedule, and Adam's bias correction.
+
+        Each parameter gets a step count of its own: one tensor shared by several would count once for each of them.
+        """
+        self.schedule.num_steps = 0
+        self.schedule.step(num_steps)
+        for inner in self.inner_optimizers():
+            for state in inner.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.full_like(state["step"], num_steps)
+            for group in inner.optimizer.param_groups:
+                if "step" in group:  # where the optimiser counts per group
+                    group["step"] = num_steps
 
     def _lr(self) -> float:
         return float(self.megatron.param_groups[0]["lr"]) if self.num_steps else 0.0

@@ -11,6 +11,7 @@ runs/<name>/
   logs/                output of every process
   bank.sqlite          trajectories, versions, steps
   checkpoint/          final policy in Hugging Face format
+  checkpoints/step_<n> what the run resumes from after n steps
   snapshots/rank_<r>/  history of that trainer rank's weights
   report.txt, timeline.png
 """
@@ -66,6 +67,10 @@ class RunFiles:
     @property
     def checkpoint(self) -> Path:
         return self.root / "checkpoint"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
 
     @property
     def snapshots(self) -> Path:

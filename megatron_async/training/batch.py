@@ -20,6 +20,7 @@ from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.control import Control
+from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
 
 IdleWork = Callable[[list[Trajectory]], None]
@@ -36,17 +37,22 @@ class Batch:
     """What one step trains on.
 
     trajectories: all that were taken. advantages: one scalar each. trained: indices of those that enter the loss
-    (a group whose members all have the same reward carries no gradient and may be left out).
+    (a group whose members all have the same reward carries no gradient and may be left out). lineage: of the versions.
     """
 
     trajectories: list[Trajectory]
     advantages: list[float]
     trained: list[int]
     version: int
+    lineage: Lineage
 
     @property
     def trained_ids(self) -> list[str]:
         return [self.trajectories[i].trajectory_id for i in self.trained]
+
+    @property
+    def trained_trajectories(self) -> list[Trajectory]:
+        return [self.trajectories[i] for i in self.trained]
 
     @property
     def rewards(self) -> list[float]:
@@ -54,10 +60,9 @@ class Batch:
 
     @property
     def version_gaps(self) -> np.ndarray:
-        """int [A]: version gap n of every action token of the trained trajectories."""
-        gaps = [
-            self.version - self.trajectories[i].versions[self.trajectories[i].loss_mask] for i in self.trained
-        ]
+        """int [A]: version gap n of every action token of the trained trajectories, in updates."""
+        trained = [self.trajectories[i] for i in self.trained]
+        gaps = [self.lineage.gaps(self.version, t.versions[t.loss_mask]) for t in trained]
         return np.concatenate(gaps) if gaps else np.zeros(0, np.int64)
 
 
@@ -132,24 +137,31 @@ class BatchFeed:
         )
 
 
-def unrewarded_sequences(trajectories: SequenceOf[Trajectory], version: int) -> list[Sequence]:
+def unrewarded_sequences(
+    trajectories: SequenceOf[Trajectory], version: int, lineage: Lineage
+) -> list[Sequence]:
     """Engine sequences of trajectories that are only scored; arrays as in `to_sequences`, advantages 0."""
-    return [_to_sequence(trajectory, 0.0, version, 0.0) for trajectory in trajectories]
+    return [_to_sequence(trajectory, 0.0, version, 0.0, lineage) for trajectory in trajectories]
 
 
 def to_sequences(batch: Batch) -> list[Sequence]:
     """Engine sequences of the trajectories that are trained, with every per-token array of the loss but the anchor.
 
     Arrays, all [L] and token-aligned: rollout_logprobs (0 off the action tokens), action_mask, advantages,
-    version_gap, kv_mismatch, rewards.
+    version_gap (difference of the ids, by which sources find the version), update_gap (what the loss reads: updates in
+    between), kv_mismatch, rewards.
     """
     return [
-        _to_sequence(trajectory, batch.advantages[i], batch.version, trajectory.required_reward())
+        _to_sequence(
+            trajectory, batch.advantages[i], batch.version, trajectory.required_reward(), batch.lineage
+        )
         for i, trajectory in ((i, batch.trajectories[i]) for i in batch.trained)
     ]
 
 
-def _to_sequence(trajectory: Trajectory, advantage: float, version: int, reward: float) -> Sequence:
+def _to_sequence(
+    trajectory: Trajectory, advantage: float, version: int, reward: float, lineage: Lineage
+) -> Sequence:
     mask = trajectory.loss_mask
     length = len(trajectory.token_ids)
     return Sequence(
@@ -160,10 +172,19 @@ def _to_sequence(trajectory: Trajectory, advantage: float, version: int, reward:
             "action_mask": mask,
             "advantages": np.full(length, advantage, np.float32),
             "version_gap": np.where(mask, version - trajectory.versions, 0).astype(np.int64),
+            "update_gap": np.where(mask, lineage.gaps(version, trajectory.versions), 0),
             "kv_mismatch": trajectory.kv_mismatch,
             "rewards": np.full(length, reward, np.float32),
         },
     )
+
+
+def with_array(
+    sequences: SequenceOf[Sequence], name: str, values: SequenceOf[np.ndarray]
+) -> list[Sequence]:
+    """The same sequences with one array added or replaced. values: [L] per sequence."""
+    pairs = zip(sequences, values, strict=True)
+    return [Sequence(s.token_ids, s.temperature, {**s.arrays, name: value}) for s, value in pairs]
 
 
 def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> list[Sequence]:

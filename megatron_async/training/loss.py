@@ -36,7 +36,7 @@ def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor, logprobs: Te
         advantages=arrays["advantages"],
         action_mask=arrays["action_mask"].bool(),
         sequence_ids=sequence_ids,
-        version_gap=arrays["version_gap"],
+        version_gap=arrays["update_gap"],
         reference_logprobs=arrays.get("reference_logprobs"),
         rewards=arrays["rewards"],
         age_seconds=arrays.get("age_seconds"),

@@ -20,10 +20,13 @@ from megatron_async.objectives import Objective
 from megatron_async.observe import MetricsWriter, RunFiles, StatusWriter, Timeline
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch import Batch, BatchFeed
+from megatron_async.training.checkpointing import Checkpoints, Stateful
 from megatron_async.training.control import Control
 from megatron_async.training.interruption import Interruption
+from megatron_async.training.lineage import Lineage
 from megatron_async.training.metrics import step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
+from megatron_async.training.scores import KeptScores
 from sglang_bridge import Publisher
 
 _CONTROL_MARGIN_S = 120.0
@@ -50,6 +53,9 @@ class Session:
             config.publish, policy, control, self._bridge, config.run_path / "published"
         )
         self.interruption = Interruption(config, control, self.bank, self._bridge)
+        self.scores = KeptScores(config, control, self.bank)
+        self.checkpoints = Checkpoints(config, policy, control)
+        self.lineage = Lineage()
         self.version = 0
         self.first_step = 0
 
@@ -60,6 +66,7 @@ class Session:
         policy = Policy.build(config.model, config.layout, config.trainer, config.optimizer, config.seed)
         session = cls(config, policy, Control(config.trainer.deadline_s + _CONTROL_MARGIN_S))
         try:
+            session.resume()
             yield session
         finally:
             session.close()
@@ -72,11 +79,42 @@ class Session:
         with self.timeline.stage(name, step):
             yield
 
+    def resume(self) -> None:
+        """Go on from the newest complete generation, or from the start where there is none.
+
+        Steps that it does not contain are trained again on their recorded batches; the engines hold its weights before
+        the rollout may use them.
+        """
+        generation = self.checkpoints.resume()
+        if generation is not None:
+            self.version, self.first_step = generation.version, generation.steps
+        self.lineage = Lineage((v, parent) for v, parent in self.control.json_from_rank_zero(self._rewind_bank))
+        if self.version > 0:
+            self.publisher.publish(self.version)
+        if self.bank:
+            self.bank.set_state("phase", "training")
+
+    def _rewind_bank(self) -> list[tuple[int, int | None]]:
+        assert self.bank is not None, "rank 0 owns the bank"
+        self.bank.rollback_uncommitted(self.first_step - 1)
+        self.bank.set_current_version(self.version)
+        return [(version.version, version.parent) for version in self.bank.versions()]
+
     def advance(self, step: int) -> None:
-        """Give the updated weights the next version."""
-        parent, self.version = self.version, self.version + 1
+        """Give the updated weights the next version that was never used."""
+        parent, self.version = self.version, self.control.json_from_rank_zero(
+            lambda: self.bank.next_version() if self.bank else 0
+        )
+        self.lineage.add(self.version, parent)
         if self.bank:
             self.bank.record_version(self.version, parent, step)
+
+    def save(self, step: int, parts: Mapping[str, Stateful]) -> None:
+        """Make a generation when one is due, and complete one that was written meanwhile."""
+        self.checkpoints.poll()
+        if self.checkpoints.due(step + 1):
+            with self.stage("checkpoint", step):
+                self.checkpoints.save(step + 1, self.version, parts)
 
     def publish(self) -> Published | None:
         """Publish the present version when due; None where nothing was published."""
@@ -84,26 +122,19 @@ class Session:
         self.interruption.published()
         return published
 
-    def keep_scores(self, scores: Mapping[str, tuple[int, bytes]]) -> None:
-        """Old log-probs that could not be scored again go to the bank."""
-        if self.bank and scores:
-            self.bank.save_scores(scores, self.oldest_needed)
-
-    def kept_scores(self) -> dict[str, tuple[int, bytes]]:
-        """What a run before this process kept; on every rank (collective)."""
-        found = self.control.json_from_rank_zero(
-            lambda: (
-                {key: [v, data.hex()] for key, (v, data) in self.bank.load_scores().items()}
-                if self.bank
-                else {}
-            )
-        )
-        return {key: (int(v), bytes.fromhex(data)) for key, (v, data) in found.items()}
-
     @property
     def oldest_needed(self) -> int:
         """No token of an older version is trained any more: a batch may not hold it."""
         return self.version - self.config.rollout.max_staleness
+
+    @property
+    def oldest_kept(self) -> int:
+        """Older versions than this may leave the history. A resume trains recorded batches again from the last
+        generation on, so that a history which outlives a kill keeps what those were sampled with."""
+        options = self.config.snapshots
+        outlives = options.durable and options.disk_bytes != 0 and self.config.checkpoint.every > 0
+        newest = min(self.version, self.checkpoints.safe_version) if outlives else self.version
+        return newest - self.config.rollout.max_staleness
 
     def finish_step(
         self,
@@ -113,6 +144,7 @@ class Session:
         objective: Objective,
         results: SequenceOf[TrainStepResult],
         published: Published | None,
+        credit: Mapping[str, Any],
     ) -> None:
         """Commit the step to the bank and write its metrics."""
         if self.bank is None or self.metrics is None or self.status is None:
@@ -121,6 +153,7 @@ class Session:
         metrics = step_metrics(batch, anchors, published, seconds, self.version)
         metrics |= self.interruption.take_metrics()
         metrics |= update_metrics(objective, results, metrics["batch/trained_action_tokens"])
+        metrics |= credit
         self.bank.commit_step(step, batch.version, self.version, metrics)
         self.metrics.log(step, metrics)
         self.status.count(step=step + 1, version=self.version, reward=metrics["reward/mean"])
@@ -129,12 +162,14 @@ class Session:
         """Write the policy as a Hugging Face checkpoint and tell the rollout process that training is over."""
         if self.status:
             self.status.set("saving")
+        self.checkpoints.finish()
         self.policy.save_hf(self.files.checkpoint)
         if self.bank:
             self.bank.set_state("phase", "finished")
 
     def close(self) -> None:
         """Idempotent; also on failure."""
+        self.checkpoints.abandon()
         for part in (self._bridge, self.bank, self.metrics, self.status, self.timeline):
             if part is not None:
                 part.close()

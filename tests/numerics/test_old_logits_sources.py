@@ -264,7 +264,7 @@ def test_current_tokens_take_the_forwards_own_values_in_the_loss() -> None:
         "rollout_logprobs": torch.zeros(count),
         "advantages": torch.ones(count),
         "action_mask": torch.ones(count, dtype=torch.bool),
-        "version_gap": torch.tensor([1, 0, 0, 1]),
+        "update_gap": torch.tensor([1, 0, 0, 1]),
         "rewards": torch.zeros(count),
         "anchor_logprobs": torch.tensor([-1.0, float("nan"), float("nan"), -4.0]),
         "anchor_is_current": torch.tensor([False, True, True, False]),

@@ -1,0 +1,265 @@
+"""Generations: everything a run resumes from, complete or not there at all.
+
+Layout::
+
+    checkpoints/step_000010/          ten steps are in it
+      weights/                        model, optimiser, averaged weights, random state: see engine/checkpoint.py
+      manifest.json                   written last: step, version, schedule, baselines, what is where
+    checkpoints/.step_000020.<token>/ being written, or left by a kill
+
+Invariants:
+- A generation is written aside, under a name that is never used again (a writer may outlive a killed trainer by some
+  seconds), and gets its name in one rename when files and manifest are on the disk. What was left aside is never read,
+  and removed at the next start; nor is a folder read whose files are not all there in the sizes its manifest names.
+- Older generations go after a newer one is complete, so one can always be resumed once there was one.
+- The data cursor needs no copy: which prompts were issued, and which batches steps had, is in the bank, whose
+  transactions outlive a kill. A resume hands the batches of later steps out again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_async.config.schema import LayoutConfig, RunConfig
+from megatron_async.engine import checkpoint
+from megatron_async.engine.policy import Policy
+from megatron_async.observe import RunFiles
+from megatron_async.snapshots.record_file import replace_file
+from megatron_async.training.control import Control
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_WEIGHTS = "weights"
+
+
+class Stateful(Protocol):
+    """What a step changes besides the weights. States are JSON, but for `values`: fp32 weights like the masters."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A complete checkpoint. steps: training steps in it. version: of its weights. optimizer_steps: updates made."""
+
+    path: Path
+    steps: int
+    version: int
+    optimizer_steps: int
+    layout: LayoutConfig
+    model: dict[str, Any]
+    states: dict[str, Any]
+
+    @property
+    def weights(self) -> Path:
+        return self.path / _WEIGHTS
+
+
+def read_generation(path: Path) -> Generation | None:
+    """The generation in a folder; None unless it is complete."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return None
+    found: dict[str, Any] = json.loads(manifest.read_text())
+    if found["format"] != FORMAT:
+        logger.warning(
+            "%s has format %s, this release reads %d: it is left alone", path, found["format"], FORMAT
+        )
+        return None
+    wrong = [
+        name for name, size in found["files"].items()
+        if not (path / name).is_file() or (path / name).stat().st_size != size
+    ]  # fmt: skip
+    if wrong:
+        logger.warning(
+            "%s is not used: %d of its files are damaged or missing, the first is %s",
+            path,
+            len(wrong),
+            wrong[0],
+        )
+        return None
+    return Generation(
+        path=path,
+        steps=found["steps"],
+        version=found["version"],
+        optimizer_steps=found["optimizer_steps"],
+        layout=LayoutConfig(**found["layout"]),
+        model=found["model"],
+        states=found["states"],
+    )
+
+
+def list_generations(folder: Path) -> list[Generation]:
+    """Complete generations, oldest first."""
+    found = (read_generation(path) for path in sorted(folder.glob("step_*")))
+    return sorted((generation for generation in found if generation), key=lambda g: g.steps)
+
+
+class Checkpoints:
+    """Saves and restores the generations of a run. Every method is collective over the trainer ranks."""
+
+    def __init__(self, config: RunConfig, policy: Policy, control: Control) -> None:
+        self._config = config
+        self._settings = config.checkpoint
+        self._policy = policy
+        self._control = control
+        self._writer = checkpoint.ShardedWriter(asynchronous=self._settings.asynchronous)
+        self.folder = RunFiles(config.run_path).checkpoints
+        self._resumed: Generation | None = None
+        self.safe_version = 0
+        """Version that a resume would start from now."""
+        self.stall_seconds = 0.0
+        """What the last save made the loop wait."""
+
+    def resume(self) -> Generation | None:
+        """Load the newest complete generation into the policy and return it; None where there is none.
+
+        Raises CheckpointError when it was made of another model.
+        """
+        newest = self._control.json_from_rank_zero(self._newest)
+        if newest is None:
+            return None
+        generation = read_generation(Path(newest))
+        assert generation is not None, (
+            f"rank 0 found {newest} complete: it must be on storage all ranks share"
+        )
+        checkpoint.check_fingerprint(self._policy, generation.model, generation.path)
+        same_layout = generation.layout == self._policy.layout
+        if not same_layout:
+            logger.info("%s was written by another layout; random states begin anew", generation.path)
+        checkpoint.load(
+            self._policy,
+            generation.weights,
+            num_steps=generation.optimizer_steps,
+            with_random_state=same_layout,
+        )
+        self._resumed, self.safe_version = generation, generation.version
+        return generation
+
+    def restore(self, parts: Mapping[str, Stateful]) -> None:
+        """Give each part the state that the resumed generation holds of it, if it holds one."""
+        if self._resumed is None:
+            return
+        for name, part in parts.items():
+            saved = self._resumed.states.get(name)
+            values = part.state_dict().get("values")
+            if not saved or (values is None) != (not saved.pop("has_values")):
+                continue
+            if values is not None:
+                checkpoint.load_average(self._policy, self._resumed.weights, values)
+                saved["values"] = values
+            part.load_state_dict(saved)
+
+    def due(self, steps: int) -> bool:
+        """Whether a generation is made after this many steps."""
+        every = self._settings.every
+        return every > 0 and (steps % every == 0 or steps == self._config.steps)
+
+    def save(self, steps: int, version: int, parts: Mapping[str, Stateful]) -> None:
+        """Begin a generation; a save that still runs is finished first."""
+        began = time.perf_counter()
+        self._writer.finish()
+        states = {name: part.state_dict() for name, part in parts.items()}
+        average: list[Tensor] | None = None
+        for state in states.values():
+            values = state.pop("values", None)
+            state["has_values"] = values is not None
+            average = values if values is not None else average
+        token = self._control.json_from_rank_zero(lambda: f"{time.time_ns():x}")
+        aside = self.folder / f".{_name(steps)}.{token}"
+        manifest = self._manifest(steps, version, states)
+
+        def written() -> None:
+            if self._control.rank == 0:
+                _publish(aside, self.folder / _name(steps), manifest)
+                self._prune()
+            self.safe_version = version
+
+        self._writer.begin(self._policy, aside / _WEIGHTS, written, average)
+        self.stall_seconds = time.perf_counter() - began
+
+    def poll(self) -> None:
+        """Complete the save in progress if its files are written; cheap."""
+        if self._writer.pending:
+            self._writer.poll()
+
+    def finish(self) -> None:
+        """Wait for the save in progress."""
+        self._writer.finish()
+
+    def abandon(self) -> None:
+        """Leave a save in progress incomplete; not collective."""
+        self._writer.abandon()
+
+    def _newest(self) -> str | None:
+        for path in self.folder.glob(".step_*"):
+            logger.info("removing %s, which was not complete when its run ended", path)
+            shutil.rmtree(path, ignore_errors=True)  # its writer may still be at it
+        complete = list_generations(self.folder)
+        return str(complete[-1].path) if complete else None
+
+    def _manifest(self, steps: int, version: int, states: dict[str, Any]) -> dict[str, Any]:
+        assert self._policy.optimizer is not None, "the trained policy has an optimiser"
+        return {
+            "format": FORMAT,
+            "steps": steps,
+            "version": version,
+            "optimizer_steps": self._policy.optimizer.num_steps,
+            "layout": asdict(self._policy.layout),
+            "model": checkpoint.fingerprint(self._policy),
+            "states": states,
+            "bank": self._config.bank_url,
+            "snapshots": str(RunFiles(self._config.run_path).snapshots),
+            "written_at": time.time(),
+        }
+
+    def _prune(self) -> None:
+        for generation in list_generations(self.folder)[: -self._settings.keep_last]:
+            _remove(generation.path)
+
+
+def _name(steps: int) -> str:
+    return f"step_{steps:06d}"
+
+
+def _publish(aside: Path, path: Path, manifest: dict[str, Any]) -> None:
+    """Make a folder a generation: its files and their names reach the disk, then the manifest, then its name."""
+    files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
+    for entry in (*files, aside / _WEIGHTS):
+        _sync(entry)
+    sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
+    replace_file(aside / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1).encode())
+    if path.exists():
+        _remove(path)
+    aside.rename(path)
+    _sync(path.parent)
+
+
+def _remove(path: Path) -> None:
+    """Under a name aside it no longer counts, also if the removal is cut short."""
+    aside = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

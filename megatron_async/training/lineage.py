@@ -1,0 +1,44 @@
+"""How far versions lie apart, when a resumed run numbers on: gaps are counted in updates, not in ids.
+
+A version id is never used twice. A run that resumes at version 10, after 15 were made, goes on with 16, whose parent is
+10: version 16 has as many updates behind it as the lost version 11, and tokens of 15 are four updates ahead of it, not
+one behind. Ids therefore name weights, and the distance between weights is read from the graph of versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Lineage:
+    """Updates behind each version.
+
+    >>> line = Lineage([(0, None), (1, 0), (2, 1), (3, 1)])
+    >>> line.gaps(3, np.array([0, 1, 2, 3, -1])).tolist()
+    [2, 1, 0, 0, 0]
+    """
+
+    def __init__(self, versions: Iterable[tuple[int, int | None]] = ((0, None),)) -> None:
+        self._updates = np.zeros(1, np.int64)
+        for version, parent in sorted(versions):
+            if parent is not None:
+                self.add(version, parent)
+
+    def add(self, version: int, parent: int) -> None:
+        """A version made by one update of its parent."""
+        missing = version + 1 - len(self._updates)
+        if missing > 0:
+            self._updates = np.concatenate([self._updates, np.zeros(missing, np.int64)])
+        self._updates[version] = self._updates[parent] + 1
+
+    def gaps(self, current: int, versions: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Updates that lie between tokens' versions and the current one, int64, of the shape of `versions`.
+
+        0 for tokens without a version (-1), and for those of a lost branch that was ahead of the current version.
+        """
+        known = np.clip(versions, 0, len(self._updates) - 1)
+        gaps = np.maximum(self._updates[current] - self._updates[known], 0)
+        return np.where(np.asarray(versions) < 0, 0, gaps).astype(np.int64)
