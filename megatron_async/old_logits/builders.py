@@ -20,6 +20,7 @@ from megatron_async.old_logits.dedicated import DedicatedSource, Fetch
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage, beta_of_window
 from megatron_async.old_logits.interrupt import InterruptSource
 from megatron_async.old_logits.peers import PeerLink
+from megatron_async.old_logits.reference import WithReference, reference_weights
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.old_logits.source import OldLogitSource, RolloutSource, StartSource
 from megatron_async.snapshots import FullCopyStore, SnapshotConfig, SnapshotStore, WeightHistory
@@ -138,7 +139,7 @@ def _no_scores(ids: SequenceOf[str]) -> dict[str, np.ndarray]:
 def build_source(
     config: RunConfig, policy: Policy, needs: frozenset[str], version: int = 0, fetch: Fetch = _no_scores
 ) -> OldLogitSource:
-    """The source named in `old_logits.source`.
+    """The source named in `old_logits.source`, with a reference policy where the objective needs one.
 
     Args:
         needs: what the objective needs (`Objective.needs`).
@@ -152,7 +153,10 @@ def build_source(
     source = config.old_logits.source
     if source not in BUILDERS:
         raise UserError(f"old_logits.source={source!r} is not built in yet; choose one of {sorted(BUILDERS)}")
-    return BUILDERS[source](_Request(config, policy, needs, version, fetch))
+    built = BUILDERS[source](_Request(config, policy, needs, version, fetch))
+    if "reference" not in needs:
+        return built
+    return WithReference(policy, built, reference_weights(policy, is_reference=version == 0))
 
 
 def history_folder(config: RunConfig) -> Path:
