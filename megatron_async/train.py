@@ -31,6 +31,7 @@ def main(config: RunConfig) -> int:
             for step in range(session.first_step, config.steps):
                 loop.step(step)
                 session.save(step, loop.parts)
+            loop.credit.save(session.files.critic)
         session.save_final()
     return 0
 

@@ -6,6 +6,8 @@ recorded on an observation token reaches the last action token before it; sequen
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,32 +18,25 @@ def length_adaptive_lambda(action_mask: Tensor, sequence_ids: Tensor, alpha: flo
     """λ = 1 - 1/(α l), [T], l = action tokens of the token's sequence; kept in [0, 1] for l < 1/α."""
     segments = Segments.of(sequence_ids)
     lengths = segments.total(action_mask).clamp(min=1.0)
-    return (1.0 - 1.0 / (alpha * lengths)).clamp(0.0, 1.0)[segments.index]
-
-
-def _actions_in_order(action_mask: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the action tokens, sequence by sequence, and the dense sequence number of each."""
-    segments = Segments.of(sequence_ids)
-    positions = torch.nonzero(action_mask).squeeze(-1)
-    owner = segments.index[positions]
-    order = torch.sort(owner, stable=True).indices
-    return positions[order], owner[order]
+    return segments.spread((1.0 - 1.0 / (alpha * lengths)).clamp(0.0, 1.0), torch.float64)
 
 
 def _rewards_on_actions(
     rewards: Tensor, action_mask: Tensor, sequence_ids: Tensor, positions: Tensor
 ) -> Tensor:
-    """Rewards [A] of the action tokens in packed order, each observation's reward moved to the action before it."""
-    at = torch.arange(rewards.numel(), device=rewards.device)
-    last_action = torch.where(action_mask, at, -1).cummax(dim=0).values
-    moved = rewards.new_zeros(rewards.numel() + 1)
-    same = (last_action >= 0) & (sequence_ids[last_action.clamp(min=0)] == sequence_ids)
-    moved.index_add_(0, torch.where(same, last_action, rewards.numel()), torch.nan_to_num(rewards))
-    if bool((torch.nan_to_num(rewards)[~same] != 0).any()):
+    """Rewards [A] of the action tokens at `positions`, each observation's reward moved to the action before it."""
+    given = torch.nan_to_num(rewards)
+    earned = given[positions].double()
+    late = torch.nonzero((given != 0) & ~action_mask).squeeze(-1)
+    if late.numel() == 0:
+        return earned
+    owner = torch.searchsorted(positions, late) - 1
+    same = (owner >= 0) & (sequence_ids[positions[owner.clamp(min=0)]] == sequence_ids[late])
+    if not bool(same.all()):
         raise ValueError(
             "a reward stands on a token before the first action of its sequence; nothing earned it"
         )
-    return moved[positions]
+    return earned.index_add_(0, owner, given[late].double())
 
 
 def skip_observation_gae(
@@ -50,49 +45,60 @@ def skip_observation_gae(
     action_mask: Tensor,
     sequence_ids: Tensor,
     *,
-    gamma: float = 1.0,
+    gamma: float | Tensor = 1.0,
     lam: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, both [T], 0 off the action tokens.
 
-    rewards, values: [T]; the sequences' tokens lie in order, each sequence as one run. lam: a number, or [T] and
-    constant within a sequence. bootstrap: [T], V after the last action of a truncated sequence, read at that action;
-    None = 0. γ = 1 is chosen. Raises ValueError for a reward before the first action.
+    rewards, values: [T]; the sequences' tokens lie in order, each sequence as one run. gamma, lam: a number, or [T]:
+    what lies between an action token and the next; γ = 1 is chosen. bootstrap: [T], V after the last action of a
+    truncated sequence, read at that action; None = 0. Raises ValueError for a reward before the first action.
     """
-    positions, owner = _actions_in_order(action_mask, sequence_ids)
+    positions = torch.nonzero(action_mask).squeeze(-1)
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     if positions.numel() == 0:
         return advantages, returns
     value = values[positions].double()
-    reward = _rewards_on_actions(rewards, action_mask, sequence_ids, positions).double()
+    reward = _rewards_on_actions(rewards, action_mask, sequence_ids, positions)
+    owner = sequence_ids[positions]
     last = torch.ones_like(owner, dtype=torch.bool)
     last[:-1] = owner[1:] != owner[:-1]
-    after = torch.zeros_like(value) if bootstrap is None else bootstrap[positions].double()
+    after = 0.0 if bootstrap is None else bootstrap[positions].double()
     following = torch.where(last, after, value.roll(-1))
-    delta = reward + gamma * following - value
-    decay = gamma * (lam[positions].double() if isinstance(lam, Tensor) else torch.full_like(value, lam))
-    result = _discounted_suffix_sums(delta, torch.where(last, 0.0, decay))
+    discount = gamma[positions].double() if isinstance(gamma, Tensor) else gamma
+    decay = discount * (lam[positions].double() if isinstance(lam, Tensor) else torch.full_like(value, lam))
+    result = _discounted_suffix_sums(reward + discount * following - value, torch.where(last, 0.0, decay))
     advantages[positions] = result.to(values.dtype)
     returns[positions] = (result + value).to(values.dtype)
     return advantages, returns
 
 
-def _discounted_suffix_sums(delta: Tensor, decay: Tensor) -> Tensor:
-    """x_t = delta_t + decay_t x_{t+1}, by doubling: log2(length) passes instead of a loop over tokens.
+_FEW = 32
 
-    A decay of 0 ends a sequence. After the pass with stride s, x_t covers 2s terms and decay_t is their product.
+
+def _discounted_suffix_sums(delta: Tensor, decay: Tensor) -> Tensor:
+    """x_t = delta_t + decay_t x_{t+1}, 0 after the end; a decay of 0 ends a sequence.
+
+    The n tokens are cut into about sqrt(n) chunks that are walked backwards side by side; what flows into a chunk from
+    the next one is the same recursion over the chunks' first tokens, and is added last.
     """
-    total, factor, stride = delta.clone(), decay.clone(), 1
-    while stride < total.numel() and bool((factor != 0).any()):
-        shifted = torch.zeros_like(total)
-        shifted[:-stride] = total[stride:]
-        carried = torch.zeros_like(factor)
-        carried[:-stride] = factor[stride:]
-        total = total + factor * shifted
-        factor = factor * carried
-        stride *= 2
-    return total
+    size = delta.numel()
+    steps = size if size <= _FEW else math.isqrt(size - 1) + 1
+    chunks = -(-size // steps)
+    padding = (0, chunks * steps - size)
+    total, factor = (
+        torch.nn.functional.pad(part, padding).view(chunks, steps).t().contiguous() for part in (delta, decay)
+    )
+    sums, products = total.unbind(0), factor.unbind(0)
+    for step in range(steps - 2, -1, -1):
+        sums[step].addcmul_(products[step], sums[step + 1])
+    if chunks > 1:
+        for step in range(steps - 2, -1, -1):
+            products[step].mul_(products[step + 1])
+        heads = _discounted_suffix_sums(total[0], factor[0])
+        total.addcmul_(factor, torch.cat([heads[1:], heads.new_zeros(1)]))
+    return total.t().reshape(-1)[:size]
 
 
 def step_values(

@@ -11,6 +11,7 @@ runs/<name>/
   logs/                output of every process
   bank.sqlite          trajectories, versions, steps
   checkpoint/          final policy in Hugging Face format
+  critic/              final critic, as a token classifier in Hugging Face format, where there is one
   checkpoints/step_<n> what the run resumes from after n steps
   snapshots/rank_<r>/  history of that trainer rank's weights
   report.txt, timeline.png
@@ -71,6 +72,10 @@ class RunFiles:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def critic(self) -> Path:
+        return self.root / "critic"
 
     @property
     def snapshots(self) -> Path:

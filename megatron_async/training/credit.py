@@ -171,7 +171,7 @@ def to_episodes(trajectories: SequenceOf[Trajectory], values: Values) -> Episode
     """The batch end to end, with each reward on its trajectory's last token."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
 
-    def tokens(per_trajectory: SequenceOf[Any]) -> Tensor:
+    def tokens(per_trajectory: Any) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(per_trajectory), lengths))
 
     rewards = torch.zeros(sum(lengths))
