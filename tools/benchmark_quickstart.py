@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.observe.report import Report
-from tools.benchmark_rows import ROOT, Row, write_rows
+from tools.benchmark_rows import ROOT, Row, commit, write_rows
 
 FOLDER = ROOT / "runs" / "benchmark_quickstart"
 
@@ -50,7 +50,7 @@ def _remembered(name: str, settings: dict[str, Any], measure: Any, *, keep: bool
         kept: dict[str, Any] = json.loads(path.read_text())
         if kept["settings"] == settings:
             return kept
-    result = {"settings": settings, **measure()}
+    result = {"settings": settings, "commit": commit(), **measure()}
     path.write_text(json.dumps(result, indent=1))
     return result
 
@@ -99,7 +99,8 @@ def outcome(run: Path) -> dict[str, Any]:
 def rows(setup: dict[str, Any], seeds: list[int], runs: list[dict[str, Any]]) -> list[Row]:
     """The figures, with what each seed gave in their conditions."""
     each = "; ".join(
-        f"seed {seed}: {100 * run['before']:.1f} % -> {100 * run['after']:.1f} % in {run['seconds'] / 60:.1f} min"
+        f"seed {seed}: {100 * run['before']:.1f} % -> {100 * run['after']:.1f} % in {run['seconds'] / 60:.1f} min "
+        f"(commit {run['commit']})"
         for seed, run in zip(seeds, runs, strict=True)
     )
     longest = max(run["seconds"] for run in runs)
