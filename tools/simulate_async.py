@@ -153,7 +153,8 @@ def describe(scenario: Scenario) -> str:
         f"{trainer.trained_share:.0%} of a batch trained, {trainer.overhead:.3f} s between steps\n"
         f"publishing: {publish.seconds:.3f} s, {publish.paused:.3f} s of it paused, every {publish.every}\n"
         f"rollout: bound {scenario.rollout.bound}, {scenario.rollout.concurrency} at once, batch "
-        f"{scenario.rollout.groups} x {scenario.rollout.group_size}, turnaround {scenario.rollout.turnaround:.2f} s\n"
+        f"{scenario.rollout.groups} x {scenario.rollout.group_size}, recorded after "
+        f"{scenario.rollout.recording:.2f} s, replaced after {scenario.rollout.turnaround:.2f} s\n"
         f"interference of trainer and engines: {scenario.interference:.2f}"
     )
 
@@ -206,7 +207,7 @@ def predict(model: Scenario, run_path: Path, seed: int) -> Prediction:
     Engines, trainer, publishing and workload are the model's; taken from the run are only its settings.
     """
     policy = calibrate(run_path)
-    rollout = replace(policy.rollout, turnaround=model.rollout.turnaround)
+    rollout = replace(policy.rollout, recording=model.rollout.recording, turnaround=model.rollout.turnaround)
     publish = replace(model.publish, every=policy.publish.every, retract=policy.publish.retract)
     scenario = replace(
         model,

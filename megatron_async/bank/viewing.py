@@ -58,6 +58,13 @@ def find(engine: Engine, trajectory_id: str) -> Trajectory:
     return Trajectory.from_bytes(data)
 
 
+def finish_times(engine: Engine) -> list[float]:
+    """When each trajectory ended, failed ones included (Unix seconds), in order."""
+    at = trajectories.c.finished_at
+    with engine.connect() as conn:
+        return [float(time) for time in conn.execute(select(at).where(at.is_not(None)).order_by(at)).scalars()]
+
+
 class Finished(NamedTuple):
     """A trajectory that was played to its end, and when it ended (Unix seconds)."""
 

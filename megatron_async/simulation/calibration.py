@@ -99,7 +99,8 @@ def calibrate(run_path: Path) -> Scenario:
     rows = read_metrics(run_path)[SKIPPED_STEPS:]
     if len(rows) < 3:
         raise UserError(f"{run_path} has {len(rows) + SKIPPED_STEPS} steps; calibration needs at least five")
-    observed = read_observed(config, rows[0]["time"] - rows[0]["seconds/step"])
+    recording = recording_seconds(config, run_path)
+    observed = read_observed(config, rows[0]["time"] - rows[0]["seconds/step"], recording)
     timeline = [i for i in read_timeline(run_path) if i.part == "trainer"]
     engines, interference = fit_engines(config, observed, timeline, rows)
     busy = _engines_busy(observed, timeline)
@@ -109,7 +110,7 @@ def calibrate(run_path: Path) -> Scenario:
         trainer=fit_trainer(config, rows, 1 + interference * busy),
         publish=_publish(config, rows, 1 + interference * busy),
         old_logits=_old_logits(config, rows),
-        rollout=_policy(config),
+        rollout=_policy(config, recording),
         interference=interference,
     )
     life = float(np.mean([one.end - one.start for one in observed]))
@@ -121,26 +122,26 @@ def calibrate(run_path: Path) -> Scenario:
 # ---------------------------------------------------------------- what the agents did
 
 
-def read_observed(config: RunConfig, since: float) -> list[Observed]:
-    """Trainable trajectories that finished after `since` (Unix seconds), newest first."""
+def read_observed(config: RunConfig, since: float, recording: float) -> list[Observed]:
+    """Trainable trajectories recorded after `since` (Unix seconds), newest first; each ended `recording` s before."""
     engine = make_engine(config.bank_url)
     found = viewing.finished(engine, MOST_TRAJECTORIES)
     engine.dispose()
-    observed = [_observed(row.trajectory, row.finished_at) for row in found if row.finished_at >= since]
+    observed = [
+        _observed(row.trajectory, row.finished_at - recording) for row in found if row.finished_at >= since
+    ]
     if not observed:
         raise UserError(f"the bank at {config.bank_url} holds no finished trajectory to calibrate from")
     return observed
 
 
-def _observed(trajectory: Trajectory, finished_at: float) -> Observed:
+def _observed(trajectory: Trajectory, end: float) -> Observed:
     engine, tools = float(trajectory.info["engine_s"]), float(trajectory.info["environment_s"])
     turns, at = [], 0
     for turn in trajectory.turns:
         turns.append(Turn(turn.start - at, turn.end - turn.start, tools / len(trajectory.turns)))
         at = turn.end
-    return Observed(
-        trajectory.group_id, Episode(tuple(turns)), finished_at - engine - tools, finished_at, engine
-    )
+    return Observed(trajectory.group_id, Episode(tuple(turns)), end - engine - tools, end, engine)
 
 
 def _workload(observed: Sequence[Observed]) -> Workload:
@@ -150,7 +151,20 @@ def _workload(observed: Sequence[Observed]) -> Workload:
     return Workload(tuple(tuple(members) for members in groups.values()))
 
 
-def _policy(config: RunConfig) -> RolloutPolicy:
+def recording_seconds(config: RunConfig, run_path: Path) -> float:
+    """From the end of an episode to its being in the bank, mean; 0 where the timeline has no episodes.
+
+    Episodes carry no id on the timeline; they are recorded in the order in which they end, so times pair in order.
+    """
+    ends = sorted(i.end for i in read_timeline(run_path) if i.stage == "episode")
+    engine = make_engine(config.bank_url)
+    recorded = viewing.finish_times(engine)
+    engine.dispose()
+    pairs = [at - end for at, end in zip(recorded, ends, strict=False)]
+    return max(0.0, float(np.mean(pairs))) if pairs else 0.0
+
+
+def _policy(config: RunConfig, recording: float) -> RolloutPolicy:
     rollout, batch = config.rollout, config.batch
     return RolloutPolicy(
         bound=rollout.max_staleness,
@@ -158,6 +172,7 @@ def _policy(config: RunConfig) -> RolloutPolicy:
         groups=batch.groups,
         group_size=batch.group_size,
         poll=rollout.poll_s,
+        recording=recording,
     )
 
 

@@ -147,8 +147,8 @@ class Players:
             self._clock.after(play.episode.reset_seconds, lambda play=play: self._begin_turn(play, 0))  # type: ignore[misc]
 
     def _begin_turn(self, play: Play, number: int) -> None:
-        overhead = self._scenario.engines.request_seconds
-        self._clock.after(overhead, lambda: self._submit(play, number))
+        before = self._scenario.engines.request_seconds / 2
+        self._clock.after(before, lambda: self._submit(play, number))
 
     def _submit(self, play: Play, number: int) -> None:
         turn = play.episode.turns[number]
@@ -163,7 +163,8 @@ class Players:
                 play.tokens += tokens
                 play.actions.append((version, tokens))
                 play.spans.append((version, play.tokens))
-            self._clock.after(turn.tool_seconds, lambda: self._after_tool(play, number))
+            after = self._scenario.engines.request_seconds / 2 + turn.tool_seconds
+            self._clock.after(after, lambda: self._after_tool(play, number))
 
         engine.submit(Request(int(cached), int(context), turn.actions, done))
 
@@ -172,13 +173,17 @@ class Players:
             self._begin_turn(play, number + 1)
             return
         self._change_running(-1)
+        self._clock.after(self._scenario.rollout.recording, lambda: self._record(play))
+        self._fill_places()
+
+    def _record(self, play: Play) -> None:
+        """The episode is in the bank."""
         self.finished_tokens += play.tokens
         group = play.group
         group.unfinished -= 1
         if group.unfinished == 0:
             del self._open[group.position]
             self._complete(group)
-        self._fill_places()
         self._clock.after(self._scenario.rollout.turnaround, self._seen)
 
     def _seen(self) -> None:

@@ -21,7 +21,8 @@ SOURCES: tuple[Source, ...] = ("start", "start_pass", "rollout", "ewma", "snapsh
 class EngineModel:
     """Continuous batching: with k requests running, one decoding step takes `step_base + step_per_request * k` and
     gives each of them a token. A context token costs `prefill` decoding steps' worth of its request's progress (cached
-    prefixes are free until the weights change). request_seconds: what a request takes beside decoding."""
+    prefixes are free until the weights change). request_seconds: what a request takes beside decoding, half
+    of it before."""
 
     count: int = 1
     step_base: float = 0.02
@@ -89,8 +90,8 @@ class RolloutPolicy:
     bound: `rollout.max_staleness`. admission: "throttle" starts only what will fit under the bound (the product's);
     "drop" starts whenever there is a place and throws away groups older than the bound when a batch is built; "window"
     likewise, and keeps only the newest `window` finished trajectories. arrivals_per_second: prompts (groups) that
-    arrive, Poisson; infinite: always one more. poll: between two looks at the bank for a new version. turnaround: from
-    the end of an episode to the start of what takes its place (looking at the bank, recording, the rollout's own work).
+    arrive, Poisson; infinite: always one more. poll: between two looks at the bank for a new version. recording:
+    from the end of an episode to its being in the bank. turnaround: from there to the start of what takes its place.
     """
 
     bound: int = 1
@@ -101,6 +102,7 @@ class RolloutPolicy:
     window: int = 0
     arrivals_per_second: float = math.inf
     poll: float = 0.0
+    recording: float = 0.0
     turnaround: float = 0.0
 
     @property

@@ -48,7 +48,7 @@ TRUTH = Scenario(
     EngineModel(step_base=0.01, step_per_request=0.002, request_seconds=0.8),
     TrainerModel(update_fixed=0.4, update_per_token=2e-4, overhead=0.05, poll=0.05),
     PublishModel(seconds=0.5, paused=0.2, retract=False),
-    rollout=RolloutPolicy(bound=2, concurrency=24, groups=6, group_size=4, poll=0.1, turnaround=0.4),
+    rollout=RolloutPolicy(bound=2, concurrency=24, groups=6, group_size=4, poll=0.1, recording=0.15, turnaround=0.3),
     interference=0.4,
 )  # fmt: skip
 
@@ -148,7 +148,7 @@ class Recorder:
             for name, (start, end) in times.items():
                 connection.execute(
                     text("update trajectories set started_at=:s, finished_at=:e where trajectory_id=:n"),
-                    {"s": start, "e": end, "n": name},
+                    {"s": start, "e": end + self.loop.scenario.rollout.recording, "n": name},
                 )
         database.dispose()
 
@@ -214,6 +214,7 @@ def test_what_is_read_is_what_was_there(model: Scenario) -> None:
     assert (model.rollout.bound, model.rollout.concurrency, model.rollout.batch) == (2, 24, 24)
     assert model.workload.mean_actions == pytest.approx(TRUTH.workload.mean_actions, rel=0.1)  # a sample of the stock
     assert {len(group) for group in model.workload.groups} <= {1, 2, 3, 4}
+    assert model.rollout.recording == pytest.approx(0.15, abs=1e-6)
     assert model.publish.paused == pytest.approx(0.2)
     assert model.trainer.overhead == pytest.approx(0.05, abs=1e-6)
     assert not model.publish.retract
