@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,12 +46,15 @@ def log_tail(path: Path, lines: int = 25) -> str:
 
 
 class Part:
-    """One child process with its log file."""
+    """One child process with its log file. environment: variables on top of this process's own."""
 
-    def __init__(self, name: str, argv: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.argv = list(argv)
         self.log_path = log_path
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -60,6 +63,7 @@ class Part:
             self._process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
+                env=self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -1,7 +1,8 @@
 """Which process of a run lives on which machine and on which accelerators: arithmetic only, nothing is started.
 
 Invariants: machines are numbered, the trainer's first, then those that hold only engines; no two processes share an
-accelerator; trainer ranks take the first ones of a machine, in the order of their local rank.
+accelerator; trainer ranks take the first ones of a machine, in the order of their local rank, then as many ranks of a
+dedicated old-logit model where there is one, then the engines.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ class EngineSlot:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one machine runs. trainer_devices is empty where none are assigned, or where it trains nothing."""
+    """What one machine runs. trainer_devices is empty where none are assigned, or where it trains nothing;
+    scorer_devices, of the dedicated old-logit model's ranks, also where the run has no such model."""
 
     number: int
     trainer_ranks: int
     trainer_devices: tuple[int, ...]
     engines: tuple[EngineSlot, ...]
+    scorer_devices: tuple[int, ...] = ()
 
     @property
     def leads(self) -> bool:
@@ -37,7 +40,8 @@ class Node:
     @property
     def devices(self) -> int:
         """Accelerators it uses."""
-        return len(self.trainer_devices) + sum(len(engine.devices) for engine in self.engines)
+        own = len(self.trainer_devices) + len(self.scorer_devices)
+        return own + sum(len(engine.devices) for engine in self.engines)
 
 
 def ranks_per_node(config: RunConfig) -> int:
@@ -56,10 +60,12 @@ def place(config: RunConfig) -> list[Node]:
         trains = number < trainer_nodes
         hosts = number >= trainer_nodes if engine_nodes else number == 0
         first = (number - trainer_nodes) * each if engine_nodes else 0
-        offset = ranks if trains else 0
+        scorers = ranks if trains and config.old_logits.source == "dedicated" else 0
+        offset = ranks + scorers if trains else 0
         engines = tuple(_slot(config, first + i, number, offset, i) for i in range(each if hosts else 0))
         devices = tuple(range(ranks)) if trains and assigned else ()
-        nodes.append(Node(number, ranks if trains else 0, devices, engines))
+        scorer_devices = tuple(range(ranks, ranks + scorers)) if assigned else ()
+        nodes.append(Node(number, ranks if trains else 0, devices, engines, scorer_devices))
     return nodes
 
 
@@ -83,11 +89,15 @@ def placement_problems(config: RunConfig) -> list[str]:
         return []
     return [
         f"cluster.devices_per_node: machine {node.number} has {cluster.devices_per_node} accelerators, but needs "
-        f"{node.trainer_ranks} trainer rank(s) + {len(node.engines)} engine(s) * tensor {engines.tensor_parallel_size} "
-        f"= {node.devices}"
+        f"{node.trainer_ranks} trainer rank(s) + {_scorers(node)}{len(node.engines)} engine(s) * tensor "
+        f"{engines.tensor_parallel_size} = {node.devices}"
         for node in place(config)
         if node.devices > cluster.devices_per_node
     ]
+
+
+def _scorers(node: Node) -> str:
+    return f"{len(node.scorer_devices)} rank(s) of the dedicated model + " if node.scorer_devices else ""
 
 
 def placement_text(config: RunConfig) -> list[str]:
@@ -101,6 +111,8 @@ def _node_text(node: Node) -> str:
         first = node.number * node.trainer_ranks
         where = f" on {_span(node.trainer_devices)}" if node.trainer_devices else ""
         parts.append(f"trainer ranks {first}-{first + node.trainer_ranks - 1}{where}")
+    if node.scorer_devices:
+        parts.append(f"dedicated old-logit model on {_span(node.scorer_devices)}")
     for engine in node.engines:
         where = f" on {_span(engine.devices)}" if engine.devices else ""
         parts.append(f"engine {engine.index}{where}")
