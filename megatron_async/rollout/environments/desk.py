@@ -22,11 +22,14 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Split, Start, Step, Task
 from megatron_async.rollout.environments.desk_policy import OUTCOMES, DeskPolicy, policy_from
 from megatron_async.rollout.environments.desk_world import TOOLS, DeskTask, draw_task
+
+if TYPE_CHECKING:  # it builds on this module
+    from megatron_async.rollout.environments.desk_schedule import ScheduledDeskTasks
 
 HELDOUT_TASKS = 10_000
 TRAIN_TASKS = 990_000
@@ -80,8 +83,10 @@ class ScriptedUser:
 class DeskEnvironment:
     """One episode at the desk. A turn is tool calls or speech: the user does not hear text beside tool calls."""
 
-    def __init__(self, task: DeskTask) -> None:
+    def __init__(self, task: DeskTask, stated: DeskPolicy | None = None) -> None:
+        """stated: the policy that the system prompt tells, if not the one that judges."""
         self.task = task
+        self._stated = stated or task.policy
         self._database = task.database.copy()
         self._user = ScriptedUser(task)
         self._last_reply = ""
@@ -89,7 +94,7 @@ class DeskEnvironment:
 
     async def reset(self) -> Start:
         """The policy text and the user's opening words."""
-        return Start([Message("system", self.task.policy.text()), Message("user", self.task.opening)], TOOLS)
+        return Start([Message("system", self._stated.text()), Message("user", self.task.opening)], TOOLS)
 
     async def step(self, turn: AssistantTurn) -> Step:
         """Run the tool calls, or let the user answer. A malformed turn ends the episode without success."""
@@ -169,9 +174,20 @@ class DeskTasks:
         return (stride * index + rng.randrange(TRAIN_TASKS)) % TRAIN_TASKS
 
 
-def build(options: Mapping[str, Any], split: Split, seed: int) -> DeskTasks:
-    """The desk from its options: `policy`, a name in `desk_policy.POLICIES` or the fields of a `DeskPolicy`."""
-    unknown = sorted(set(options) - {"policy"})
+def build(options: Mapping[str, Any], split: Split, seed: int) -> DeskTasks | ScheduledDeskTasks:
+    """The desk from its options: `policy`, a name in `desk_policy.POLICIES` or the fields of a `DeskPolicy`; or instead
+    `schedule`, a list of `{policy, tasks}`, and `stated` (see `desk_schedule`)."""
+    from megatron_async.rollout.environments.desk_schedule import ScheduledDeskTasks, parse_schedule
+
+    unknown = sorted(set(options) - {"policy", "schedule", "stated"})
     if unknown:
-        raise ValueError(f"unknown options of the desk environment: {', '.join(unknown)}. Known: policy")
-    return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed)
+        raise ValueError(
+            f"unknown options of the desk environment: {', '.join(unknown)}. Known: policy, schedule, stated"
+        )
+    if "schedule" not in options:
+        if "stated" in options:
+            raise ValueError("desk: the option stated belongs to a schedule; without one the policy is stated")
+        return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed)
+    if "policy" in options:
+        raise ValueError("desk: give either policy or schedule, whose phases name their policies")
+    return ScheduledDeskTasks(split, parse_schedule(options["schedule"]), seed, bool(options.get("stated", True)))
