@@ -240,6 +240,8 @@ def _main(options: argparse.Namespace, sweep: Sweep) -> int:
     finished = sweep_report.finished_rows(runs, results.latest())
     if finished:
         print(sweep_report.write(sweep, finished, folder, publish=options.publish))
+    else:
+        print("no run has finished yet")
     return EXIT_FAILURES if failed else EXIT_OK
 
 
