@@ -48,6 +48,7 @@ __all__ = [
 Factory = Callable[[Mapping[str, Any], Split, int], TaskSource]
 
 ENVIRONMENTS: dict[str, str] = {
+    "bfcl": "megatron_async.rollout.environments.bfcl:build",
     "desk": "megatron_async.rollout.environments.desk:build",
     "tau2": "megatron_async.rollout.environments.tau2:build",
 }
@@ -55,6 +56,7 @@ ENVIRONMENTS: dict[str, str] = {
 
 DEMONSTRATIONS: dict[str, str] = {
     "desk": "megatron_async.rollout.environments.desk_demonstrations:build",
+    "tau2": "megatron_async.rollout.environments.tau2.demonstrations:build",
 }
 """Environments that can demonstrate their task for a warm start."""
 
