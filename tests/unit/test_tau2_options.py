@@ -1,0 +1,111 @@
+"""Options of the tau2 environment: unknown keys, impossible values, and training on evaluation tasks are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config.schema import EnvironmentConfig
+from megatron_async.rollout.environments import build_task_source
+from megatron_async.rollout.environments.tau2.options import Tau2Options, parse
+from tests.unit.tau2_support import domain, requires_tau2
+
+SCRIPTED = {"user": {"kind": "scripted"}}
+
+
+def tasks(split: Any = "train", **options: Any) -> Any:
+    return build_task_source(EnvironmentConfig("tau2", {**SCRIPTED, **options}), split, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"domian": "retail"}, "unknown option domian .* did you mean domain"),
+        ({"user": {"kind": "endpoint", "endpoint": {"ulr": "x"}}}, r"user\.endpoint\.ulr"),
+        ({"judge": {"modell": "x"}}, r"judge\.modell .* did you mean judge\.model"),
+        ({"domain": "bank", **SCRIPTED}, "domain='bank'; known: airline"),
+        ({"domain": "airline", "solo": True}, "airline domain has no solo mode"),
+        ({"verify_official": 2.0, **SCRIPTED}, "share between 0 and 1"),
+        ({"max_steps": 0, **SCRIPTED}, "max_steps=0"),
+        ({"domain": "retail"}, r"user\.endpoint\.url is missing"),
+        ({"user": {"kind": "recorded"}}, "needs user.transcripts"),
+        ({"reward_basis": "mine", **SCRIPTED}, "reward_basis='mine'"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(options)
+
+
+def test_defaults_follow_the_benchmark() -> None:
+    options = parse(SCRIPTED)
+    assert options == Tau2Options(user=options.user)
+    assert (options.max_steps, options.max_errors, options.verify_official) == (200, 10, 0.02)
+
+
+@requires_tau2
+def test_splits_are_those_of_the_benchmark_and_apart() -> None:
+    sizes = {
+        name: (tasks(domain=name).size, tasks("heldout", domain=name).size)
+        for name in ("airline", "retail", "telecom")
+    }
+    assert sizes == {"airline": (30, 20), "retail": (74, 40), "telecom": (74, 40)}
+    train, heldout = tasks(domain="retail"), tasks("heldout", domain="retail")
+    assert not {train.task(i).task_id for i in range(74)} & {heldout.task(i).task_id for i in range(40)}
+
+
+@requires_tau2
+@pytest.mark.parametrize("split", ["base", "test", "full"])
+def test_training_on_evaluation_tasks_needs_the_flag_and_is_stamped(split: str) -> None:
+    with pytest.raises(ValueError, match=r"are evaluation tasks .*train_on_evaluation_tasks"):
+        tasks(domain="telecom", train_split=split)
+    source = tasks(domain="telecom", train_split=split, train_on_evaluation_tasks=True)
+    assert source.task(0).data["trained_on_evaluation_tasks"] == 40
+    heldout = tasks("heldout", domain="telecom", train_split=split, train_on_evaluation_tasks=True)
+    assert heldout.task(0).data["trained_on_evaluation_tasks"] == 40
+    if split == "full":
+        assert tasks(domain="telecom", train_split=split, exclude_splits=["test"]).size == 2245
+
+
+@requires_tau2
+def test_training_order_depends_on_the_seed_only() -> None:
+    def order(seed: int) -> list[str]:
+        source = build_task_source(
+            EnvironmentConfig("tau2", {**SCRIPTED, "domain": "airline"}), "train", seed
+        )
+        return [source.task(i).task_id for i in range(30)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert sorted(order(1)) == sorted(order(2))
+
+
+@requires_tau2
+def test_tasks_that_share_a_ticket_are_groups_of_their_own() -> None:
+    source = tasks("heldout", domain="telecom", solo=True)
+    chosen = [source.task(index) for index in range(source.size)]
+    tickets = {source.context.domain.tasks[task.data["id"]].ticket for task in chosen}
+    assert len(tickets) <= 5
+    assert len({task.task_id for task in chosen}) == source.size == 40
+
+
+@requires_tau2
+def test_own_task_and_database_files(tmp_path: Path) -> None:
+    retail = domain("retail")
+    chosen = list(retail.tasks.values())[:3]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([json.loads(task.model_dump_json()) for task in chosen]))
+    (tmp_path / "split_mine.json").write_text(json.dumps({"train": ["0"], "test": ["1", "2"]}))
+    database = tmp_path / "db.json"
+    dumped = json.loads(retail.official_constructor().tools.db.model_dump_json())
+    dumped["users"] = {"only": next(iter(dumped["users"].values()))}
+    database.write_text(json.dumps(dumped))
+    options = {"domain": "retail", "task_file": str(path), "database_file": str(database)}
+    source = tasks(**options)
+    assert (source.size, tasks("heldout", **options).size) == (1, 2)
+    environment = source.environment(source.task(0))
+    assert list(environment.episode.environment.tools.db.users) == ["only"]
+    assert list(source.context.domain.official_constructor().tools.db.users) == ["only"]

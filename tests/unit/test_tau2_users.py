@@ -1,0 +1,182 @@
+"""User simulators and judges behind an endpoint: retries, limits, failures, and whole episodes against one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_async.rollout.environments.base import AssistantTurn, EnvironmentFailure
+from megatron_async.rollout.environments.tau2 import endpoint
+from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, EndpointError
+from megatron_async.rollout.environments.tau2.options import EndpointOptions
+from megatron_async.rollout.environments.tau2.users import ASKING, CLOSING, STOP
+from tests.unit.chat_endpoint import ChatServer, call, text
+from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
+from tests.unit.test_tau2_episode import environment_of, source_of
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE_S", 0.005)
+
+
+async def ask(
+    server: ChatServer, *, messages: list[dict[str, Any]] | None = None, tools: Any = (), **options: Any
+) -> tuple[Any, ChatEndpoint]:
+    chat = ChatEndpoint(EndpointOptions(url=server.url, **options))
+    async with chat.session() as session:
+        return await chat.complete(session, messages or [text("hi")], list(tools), lambda done: done), chat
+
+
+def with_server(server: ChatServer, use: Callable[[ChatServer], Any]) -> Any:
+    async def run() -> Any:
+        async with server:
+            return await use(server)
+
+    return asyncio.run(run())
+
+
+def test_answer_has_text_calls_and_tokens() -> None:
+    tool = {"type": "function", "function": {"name": "t", "parameters": {}}}
+    server = ChatServer(lambda body: {**call("t", {"x": 1}), "content": "now"})
+    answer, _ = with_server(server, lambda s: ask(s, tools=[tool], sampling={"temperature": 0.5}))
+    assert (answer.content, answer.calls) == ("now", (("t", {"x": 1}),))
+    assert (answer.prompt_tokens, answer.completion_tokens) == (7, 3)
+    assert server.bodies[0]["temperature"] == 0.5
+    assert server.bodies[0]["tools"] == [tool]
+
+
+@pytest.mark.parametrize("failure", [500, 503, 429, 408, "junk", "hang"])
+def test_failures_that_may_pass_are_repeated(failure: int | str) -> None:
+    server = ChatServer(lambda body: text("ok"), lambda request: failure if request < 2 else None)
+    answer, chat = with_server(server, lambda s: ask(s, timeout_s=0.2, retries=2))
+    assert answer.content == "ok"
+    assert (len(server.bodies), chat.failures) == (3, 2)
+
+
+def test_retries_are_bounded_and_the_error_says_what_was_last() -> None:
+    server = ChatServer(lambda body: text("ok"), lambda request: 503)
+    with pytest.raises(EndpointError, match="in 3 attempts; the last: .*503"):
+        with_server(server, lambda s: ask(s, retries=2))
+    assert len(server.bodies) == 3
+
+
+def test_refused_request_is_not_repeated() -> None:
+    server = ChatServer(lambda body: text("ok"), lambda request: 400)
+    with pytest.raises(EndpointError, match="refuses the request: HTTP 400"):
+        with_server(server, lambda s: ask(s, retries=5))
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "broken", [call("t", "{not json"), call("t", "[1]"), {"content": ["parts"]}, {"tool_calls": 3}]
+)
+def test_unreadable_answers_are_asked_for_again(broken: dict[str, Any]) -> None:
+    answers = iter([broken, text("fine")])
+    answer, _ = with_server(ChatServer(lambda body: next(answers)), lambda s: ask(s, retries=1))
+    assert answer.content == "fine"
+
+
+def test_no_more_requests_at_once_than_allowed() -> None:
+    async def many(server: ChatServer) -> None:
+        chat = ChatEndpoint(EndpointOptions(url=server.url, concurrency=3))
+        async with chat.session() as session:
+            await asyncio.gather(
+                *(chat.complete(session, [text("hi")], [], lambda done: done) for _ in range(12))
+            )
+
+    server = ChatServer(lambda body: text("ok"))
+    with_server(server, many)
+    assert (len(server.bodies), server.most_running) == (12, 3)
+
+
+def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    server = ChatServer(lambda body: text("ok"))
+    with_server(server, lambda s: ask(s, api_key_env="SOME_KEY"))
+    assert server.keys == {"Bearer secret"}
+    monkeypatch.delenv("SOME_KEY")
+    with pytest.raises(ValueError, match="SOME_KEY .* is not set"):
+        ChatEndpoint(EndpointOptions(url="x", api_key_env="SOME_KEY"))
+
+
+def obedient_user(body: dict[str, Any]) -> dict[str, Any]:
+    """A user model that understands the gold agent's phrases."""
+    heard = body["messages"][-1]
+    if heard["role"] == "tool":
+        return text("I did it.")
+    if heard["content"].startswith(ASKING):
+        wish = json.loads(heard["content"][len(ASKING) :])
+        return call(wish["name"], wish["arguments"])
+    return text(STOP if heard["content"].startswith(CLOSING) else "Help me.")
+
+
+def options(server: ChatServer, **more: Any) -> dict[str, Any]:
+    return {"kind": "endpoint", "endpoint": {"url": server.url, "timeout_s": 5, "concurrency": 8, **more}}
+
+
+@requires_tau2
+def test_many_episodes_at_once_in_three_domains_with_failing_users() -> None:
+    """Gold agents end with 1, one that is malformed with 0, one whose user is gone with no reward at all."""
+
+    async def episodes(server: ChatServer) -> list[Any]:
+        runs = []
+        for name in ("airline", "retail", "telecom"):
+            source = source_of(name, user=options(server))
+            for task_id in sample_ids(name, 10):
+                turns = altered(source.context.domain.tasks[task_id], "gold", False)
+                runs.append(play(environment_of(source, task_id), turns))
+        broken = source_of("retail", user=options(server, url="http://127.0.0.1:9/v1", retries=1))
+        runs.append(play(environment_of(broken, "0"), []))
+        malformed = environment_of(source_of("retail", user=options(server)), "0")
+        runs.append(play_malformed(malformed))
+        return await asyncio.gather(*runs, return_exceptions=True)
+
+    server = ChatServer(obedient_user, lambda request: 503 if request % 7 == 3 else None)
+    *gold, broken, malformed = with_server(server, episodes)
+    assert [reward for reward, _ in gold] == [1.0] * 30
+    assert all(info["user_tokens"][0] > 0 for _, info in gold)
+    assert isinstance(broken, EnvironmentFailure)
+    assert "127.0.0.1:9" in str(broken)
+    assert (malformed[0], malformed[1]["termination"]) == (0.0, "agent_error")
+    assert server.most_running <= 8 * 4
+
+
+async def play_malformed(environment: Any) -> tuple[float, dict[str, Any]]:
+    await environment.reset()
+    await environment.step(AssistantTurn("<tool_call>{", (), "not JSON"))
+    outcome: tuple[float, dict[str, Any]] = await environment.reward()
+    await environment.close()
+    return outcome
+
+
+@requires_tau2
+def test_judge_decides_and_its_failure_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = domain("retail")
+    task_id = sample_ids("retail", 1)[0]
+    kind = place.package.RewardType
+    judged = place.tasks[task_id].model_copy(deep=True)
+    judged.evaluation_criteria.reward_basis = [kind("DB"), kind("NL_ASSERTION")]
+    judged.evaluation_criteria.nl_assertions = ["The agent was polite."]
+    monkeypatch.setitem(place.tasks, task_id, judged)
+    with pytest.raises(ValueError, match=r"1 of 114 retail tasks need .* judge\.url"):
+        source_of("retail")
+
+    def verdict(met: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        graded = [{"expectedOutcome": "x", "reasoning": "y", "metExpectation": met}]
+        return lambda body: text(json.dumps({"results": graded}))
+
+    async def reward(server: ChatServer) -> Any:
+        source = source_of("retail", judge={"url": server.url, "retries": 1})
+        return await play(environment_of(source, task_id), altered(judged, "gold", False))
+
+    for met in (True, False):
+        value, info = with_server(ChatServer(verdict(met)), reward)
+        assert (value, info["breakdown"]["NL_ASSERTION"]) == (float(met), float(met))
+        assert info["reward_basis"] == ["DB", "NL_ASSERTION"]
+    with pytest.raises(EnvironmentFailure, match="judge: .*no usable answer in 2 attempts"):
+        with_server(ChatServer(lambda body: text("maybe")), reward)
