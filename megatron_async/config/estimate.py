@@ -104,14 +104,40 @@ def memory_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
     the distributed optimiser shares both over the ranks that hold the same parameters.
     """
     held = parameters_on_stage(shape, config.layout, stage)
+    return _memory(config, held, held)
+
+
+def critic_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
+    """Memory of the critic on each rank of a pipeline stage.
+
+    It is the policy's body with a value head; what `critic.freeze` and its companions keep has neither gradients nor
+    optimiser states.
+    """
+    layout, critic = config.layout, config.critic
+    first, last = stage == 0, stage == layout.pipeline_model_parallel_size - 1
+    embedding = shape.vocabulary * shape.hidden // layout.tensor_model_parallel_size
+    held = parameters_on_stage(shape, layout, stage)
+    has_output = last and not (first and shape.tied_embeddings)
+    dense = held.dense - (embedding if has_output else 0) + (shape.hidden + 1 if last else 0)
+    layers = shape.layers / layout.pipeline_model_parallel_size
+    cut, whole = _attention(shape, layout.tensor_model_parallel_size)
+    norms = 2 * shape.hidden
+    frozen = layers * (cut + whole - norms) if critic.freeze == "attention" else 0.0
+    frozen += layers * norms + (shape.hidden if last else 0) if critic.freeze_norms else 0
+    frozen += embedding if critic.freeze_embeddings and first else 0
+    trained = Parameters(round(dense - frozen), held.experts)
+    return _memory(config, Parameters(dense, held.experts), trained)
+
+
+def _memory(config: RunConfig, held: Parameters, trained: Parameters) -> Memory:
     width = weight_width(config)
-    state = 2 * _FP32 + (_FP32 if config.model.dtype == "bfloat16" else 0)
+    state = 2 * _FP32 + (_FP32 if width != _FP32 else 0)
     dense_ranks, expert_ranks = _optimizer_ranks(config.layout, config.trainer)
     return Memory(
         parameters=held,
         weights=width * held.total,
-        gradients=_FP32 * held.total,
-        optimizer=round(state * (held.dense / dense_ranks + held.experts / expert_ranks)),
+        gradients=_FP32 * trained.total,
+        optimizer=round(state * (trained.dense / dense_ranks + trained.experts / expert_ranks)),
     )
 
 

@@ -15,12 +15,14 @@ from megatron_async.config.estimate import (
     GIB,
     Memory,
     bytes_text,
+    critic_on_stage,
     kv_bytes_per_token,
     memory_on_stage,
     parameters_of,
     weight_width,
 )
 from megatron_async.config.hf import ModelShape
+from megatron_async.config.methods import ADVANTAGES
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
 
@@ -104,6 +106,8 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
         ("history: shadow", held.weights if source == "snapshot" else 0),
         ("history: records", config.snapshots.device_bytes if source == "snapshot" else 0),
         ("average", masters if source == "ewma" else 0),
+        ("reference", held.weights if config.objective.kl_coefficient > 0 else 0),
+        ("critic", _critic(shape, config, stage)),
         ("publishing", gathered if stage == 0 else 0),
     )
     cluster = config.cluster
@@ -115,6 +119,12 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
         cluster.device_memory_gib * GIB * (1 - cluster.headroom),
         f"{cluster.device_memory_gib:g} GiB less {cluster.headroom:.0%}",
     )
+
+
+def _critic(shape: ModelShape, config: RunConfig, stage: int) -> int:
+    if not ADVANTAGES[config.advantage.name].needs_critic:
+        return 0
+    return critic_on_stage(shape, config, stage).total
 
 
 def engine_budget(shape: ModelShape, config: RunConfig) -> Budget:

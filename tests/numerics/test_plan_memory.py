@@ -14,9 +14,10 @@ import torch
 
 from megatron_async.config import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig, from_dict
 from megatron_async.config.activations import activations_on_stage, micro_batches_in_flight
-from megatron_async.config.estimate import memory_on_stage
+from megatron_async.config.estimate import critic_on_stage, memory_on_stage
 from megatron_async.config.hf import read_shape
 from megatron_async.engine import platform
+from megatron_async.engine.critic import Critic
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
@@ -137,6 +138,26 @@ def test_weights_gradients_and_optimiser_are_what_megatron_allocates(checkpoints
     estimate = memory_on_stage(read_shape(checkpoints["moe"]), config, 0)
     for name, nbytes in held.items():
         assert getattr(estimate, name) == pytest.approx(nbytes, rel=TOLERANCE), name
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+@pytest.mark.parametrize(
+    "freeze",
+    [
+        {},
+        {"freeze": "none"},
+        {"freeze_norms": True, "freeze_embeddings": True},
+    ],
+)
+def test_a_critic_holds_and_trains_what_the_plan_says(checkpoints, kind, freeze):
+    sections = {"critic": freeze, "advantage": {"name": "gae", "drop_zero_variance_groups": False}}
+    config = from_dict({"name": "m", "model": {"path": str(checkpoints[kind])}, **sections})
+    critic = Critic.build(config.model, config.layout, config.trainer, critic=config.critic)
+    parameters = [p for model in critic.models for p in model.parameters()]
+    platform.shutdown()
+    estimate = critic_on_stage(read_shape(checkpoints[kind]), config, 0)
+    assert estimate.parameters.total == sum(p.numel() for p in parameters)
+    assert estimate.gradients == 4 * sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def test_cutting_saves_what_it_says(checkpoints):

@@ -192,10 +192,17 @@ def test_hyper_parameters_of_the_papers(site):
     assert (sat.batch.groups, sat.batch.group_size) == (256, 16)
     assert (sat.objective.clip_low, sat.objective.clip_high, sat.optimizer.lr) == (0.2, 0.2, 1e-6)
     assert (sat.optimizer.adam_beta1, sat.optimizer.adam_beta2) == (0.9, 0.98)
-    assert sat.objective.options["quantile"] == 0.90
+    assert (sat.objective.options["quantile"], sat.objective.kl_coefficient) == (0.90, 1e-3)
     sao = config_of("qwen3_30b_a3b_sao", site, "qwen3_30b_a3b")
     assert (sao.batch.groups, sao.batch.group_size) == (128, 1)
     assert (sao.objective.name, sao.objective.clip_low, sao.objective.clip_high) == ("dis", 0.3, 5.0)
+    assert (sao.critic.updates, sao.critic.freeze, sao.critic.lr, sao.critic.warmup_steps) == (
+        2,
+        "attention",
+        5e-6,
+        10,
+    )
+    assert (sao.advantage.name, sao.advantage.lambda_policy, sao.advantage.alpha) == ("gae", "adaptive", 1.5)
 
 
 def test_what_a_paper_leaves_open_is_marked():
