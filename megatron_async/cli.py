@@ -55,7 +55,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         return join.run(config, arguments.node, arguments.address)
     from megatron_async import launch
 
-    return launch.run(config, fresh=arguments.fresh, address=arguments.address)
+    return launch.run(config, fresh=arguments.fresh, resume=arguments.resume, address=arguments.address)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -95,6 +95,17 @@ def _sft(arguments: argparse.Namespace) -> int:
     from megatron_async import launch
 
     return launch.sft(config)
+
+
+def _pretrain_critic(arguments: argparse.Namespace) -> int:
+    if "RANK" in os.environ:  # one of the ranks that the launcher below started
+        from megatron_async import value_pretraining
+
+        return value_pretraining.main(load(arguments.config, arguments.overrides))
+    config = _configuration(arguments, warns=False)
+    from megatron_async import launch
+
+    return launch.pretrain_critic(config)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -167,6 +178,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--fresh", action="store_true", help="delete what an earlier run of the same name left"
     )
     launch.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint of the run of this name (begin, if there is no such run)",
+    )
+    launch.add_argument(
         "--node",
         type=int,
         default=0,
@@ -182,6 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("rollout", _rollout, "the rollout process of a run"),
         ("serve", _serve, "the inference engines alone, until Ctrl-C"),
         ("sft", _sft, "warm start: supervised learning on demonstrations"),
+        ("pretrain-critic", _pretrain_critic, "value pre-training on the trajectories of recorded runs"),
         (
             "evaluate",
             _evaluate,

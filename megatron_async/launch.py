@@ -7,19 +7,22 @@ run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from megatron_async import config as configuration
 from megatron_async.bank import Bank
+from megatron_async.bank.requests import PHASE, RESUMING, TRAINING
 from megatron_async.config.checks import is_local
 from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.machines import Others, own_address
-from megatron_async.observe import RunFiles, append_evaluation, read_metrics
+from megatron_async.observe import RunFiles, append_evaluation, read_evaluations, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
 from megatron_async.rollout.chat import ChatFormat
@@ -41,22 +44,22 @@ EXIT_STOPPED = 130
 _ENGINE_STOP_S = 3.0
 
 
-def run(config: RunConfig, *, fresh: bool = False, address: str | None = None) -> int:
+def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address: str | None = None) -> int:
     """Run the whole job, or with several machines the first one's part, which leads; returns the exit code.
 
-    fresh: delete what an earlier run of the same name left. address: where other machines reach this one; found if not
-    given.
+    fresh: delete what an earlier run of the same name left. resume: go on with it (begin, where there is none).
+    address: where other machines reach this one; found if not given.
     Raises UserError for what the user can mend.
     """
     ChatFormat(
         config.model.path
     )  # a tokenizer without tools is refused before half a minute of starting engines
-    files = create_folder(config, fresh=fresh)
+    files = create_folder(config, fresh=fresh, resume=resume)
     try:
         with stop_on_signals():
             _run(config, files, address)
     except StopRequested as stop:
-        print(f"stopped by {stop}; finished trajectories and metrics are in {files.root}")  # noqa: T201
+        print(f"stopped by {stop}; --resume goes on with {files.root}")  # noqa: T201
         return EXIT_STOPPED
     except BridgeError as error:  # the bridge is usable alone and does not know UserError
         raise UserError(str(error)) from error
@@ -66,24 +69,35 @@ def run(config: RunConfig, *, fresh: bool = False, address: str | None = None) -
 
 def sft(config: RunConfig) -> int:
     """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
+    return _trainer_alone(config, "sft", "warm start", "action_loss", RunFiles(config.run_path).checkpoint)
+
+
+def pretrain_critic(config: RunConfig) -> int:
+    """Value pre-training alone, as `sft`."""
+    output = RunFiles(config.run_path).critic
+    return _trainer_alone(config, "pretrain-critic", "critic", "critic/explained_variance", output)
+
+
+def _trainer_alone(config: RunConfig, command: str, name: str, metric: str, output: Path) -> int:
     files = create_folder(config, fresh=True)
-    part = Part("warm start", trainer_command(config, str(files.config), "sft"), files.logs / "sft.log")
+    part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
     try:
         with stop_on_signals(), supervised([part]):
             part.start()
-            watch([part], lambda: part.poll() == 0, _Steps("warm start", config))
+            watch([part], lambda: part.poll() == 0, _Steps(name, metric, config))
     except StopRequested as stop:
         print(f"stopped by {stop}")  # noqa: T201
         return EXIT_STOPPED
-    print(f"warm start: {files.checkpoint}")  # noqa: T201
+    print(f"{name}: {output}")  # noqa: T201
     return 0
 
 
 class _Steps:
     """Prints a line of progress every now and then, from the metrics file."""
 
-    def __init__(self, name: str, config: RunConfig) -> None:
-        self._name, self._config, self._printed, self._started = name, config, 0, time.monotonic()
+    def __init__(self, name: str, metric: str, config: RunConfig) -> None:
+        self._name, self._metric, self._config = name, metric, config
+        self._printed, self._started = 0, time.monotonic()
 
     def __call__(self) -> None:
         rows = read_metrics(self._config.run_path)
@@ -96,13 +110,14 @@ class _Steps:
             return
         self._printed = done
         seconds = time.monotonic() - self._started
-        loss = rows[-1]["action_loss"]
-        print(f"{self._name} {done}/{self._config.steps}  action loss {loss:.3f}  {seconds:.0f} s")  # noqa: T201
+        label, value = self._metric.replace("_", " "), rows[-1].get(self._metric, math.nan)
+        print(f"{self._name} {done}/{self._config.steps}  {label} {value:.3f}  {seconds:.0f} s")  # noqa: T201
 
 
 def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
     with Bank.open(config.bank_url) as bank:
-        bank.set_state("phase", "training")
+        # Until the trainer has given the engines the version that it goes on from, they hold the first one.
+        bank.set_state(PHASE, RESUMING if bank.versions()[-1].version > 0 else TRAINING)
     nodes = place(config)
     with (
         _other_machines(config, files, nodes, address) as others,
@@ -110,22 +125,29 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
     ):
         urls = [*(server.url for server in servers), *others.engines(engines_alive(servers))]
         write_engines(files, urls)
-        _evaluate(config, urls, step=0)
+        if not read_evaluations(config.run_path):
+            _evaluate(config, urls, step=0)
         others.train()
-        with supervised([]) as parts:
-            for part in (_rollout(files), *_scorer(config, files), _trainer(config, files, others.address)):
-                parts.append(part)
-                part.start()
-            trainer = parts[-1]
-            with Progress(config) as progress:
-                watch(
-                    parts,
-                    lambda: trainer.poll() == 0,
-                    progress.refresh,
-                    engines_alive(servers),
-                    others.check,
-                )
+        trainer = _trainer(config, files, others.address)
+        with supervised([]) as parts, Progress(config) as progress:
+            ticks = (progress.refresh, engines_alive(servers), others.check)
+            _start(parts, *_scorer(config, files, nodes[0].scorer_devices), trainer)
+            _wait_for_weights(config, parts, *ticks)
+            _start(parts, _rollout(files))
+            watch(parts, lambda: trainer.poll() == 0, *ticks)
         _evaluate(config, urls, step=config.steps)
+
+
+def _start(parts: list[Part], *new: Part) -> None:
+    for part in new:
+        parts.append(part)
+        part.start()
+
+
+def _wait_for_weights(config: RunConfig, parts: list[Part], *ticks: Callable[[], None]) -> None:
+    """Until the engines hold the version that a resumed trainer goes on from; at once in a new run."""
+    with Bank.open(config.bank_url) as bank:
+        watch(parts, lambda: bank.get_state(PHASE) != RESUMING, *ticks)
 
 
 def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], address: str | None) -> Others:
@@ -135,17 +157,19 @@ def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], addre
     return Others(files, [node.number for node in nodes[1:]], hosting, where, deadline)
 
 
-def create_folder(config: RunConfig, *, fresh: bool) -> RunFiles:
+def create_folder(config: RunConfig, *, fresh: bool, resume: bool = False) -> RunFiles:
     """Make the run's folder with its resolved configuration.
 
-    Raises UserError when a run of that name is there and `fresh` is not asked for: its trajectories and metrics
-    would mix with the new ones.
+    Raises UserError when a run of that name is there and neither is asked for: its trajectories and metrics would mix
+    with the new ones.
     """
     files = RunFiles(config.run_path)
-    if files.config.exists() and not fresh:
+    if fresh and resume:
+        raise UserError("--fresh deletes what --resume would go on with: choose one")
+    if files.config.exists() and not (fresh or resume):
         raise UserError(
-            f"{files.root} already holds a run. Choose another name (--set name=...), or pass --fresh to delete it "
-            "and start again."
+            f"{files.root} already holds a run. Pass --resume to go on with it, --fresh to delete it and start again, "
+            "or choose another name (--set name=...)."
         )
     if fresh and files.root.exists():
         shutil.rmtree(files.root)
@@ -236,11 +260,13 @@ def _rollout(files: RunFiles) -> Part:
     return Part("rollout", command, files.logs / "rollout.log")
 
 
-def _scorer(config: RunConfig, files: RunFiles) -> list[Part]:
-    """The dedicated old-logit model, where old log-probs come from one."""
+def _scorer(config: RunConfig, files: RunFiles, devices: tuple[int, ...]) -> list[Part]:
+    """The dedicated old-logit model, where old log-probs come from one. devices: as for `server_options`."""
     if config.old_logits.source != "dedicated":
         return []
-    return [Part("scorer", trainer_command(config, str(files.config), "score"), files.logs / "scorer.log")]
+    command = trainer_command(config, str(files.config), "score")
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return [Part("scorer", command, files.logs / "scorer.log", environment)]
 
 
 def _trainer(config: RunConfig, files: RunFiles, lead: str) -> Part:

@@ -1,4 +1,12 @@
-"""Keys of the bank's key-value table by which the trainer asks the rollout for something."""
+"""Keys of the bank's key-value table by which the parts of a run tell one another something."""
+
+PHASE = "phase"
+"""What the run does: `RESUMING`, `TRAINING`, or finished."""
+
+RESUMING = "resuming"
+"""A resumed trainer has not given the engines its weights yet: nothing may be sampled."""
+
+TRAINING = "training"
 
 WRITE_DOWN = "rollout/write_down"
 """The trainer asks, under a new value each time, that all running trajectories be written down as they are."""

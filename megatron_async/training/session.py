@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_async.bank import Bank
+from megatron_async.bank.requests import PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy, TrainStepResult
@@ -92,7 +93,7 @@ class Session:
         if self.version > 0:
             self.publisher.publish(self.version)
         if self.bank:
-            self.bank.set_state("phase", "training")
+            self.bank.set_state(PHASE, TRAINING)
 
     def _rewind_bank(self) -> list[tuple[int, int | None]]:
         assert self.bank is not None, "rank 0 owns the bank"
@@ -165,7 +166,7 @@ class Session:
         self.checkpoints.finish()
         self.policy.save_hf(self.files.checkpoint)
         if self.bank:
-            self.bank.set_state("phase", "finished")
+            self.bank.set_state(PHASE, "finished")
 
     def close(self) -> None:
         """Idempotent; also on failure."""
