@@ -53,6 +53,7 @@ def scoring_sequences(trajectories: list[Trajectory], version: int) -> list[Sequ
                 "version_gap": np.where(trajectory.loss_mask, version - trajectory.versions, 0),
                 "kv_mismatch": trajectory.kv_mismatch,
             },
+            routed_experts=trajectory.routed_experts,
         )
         for trajectory in trajectories
     ]
@@ -88,13 +89,14 @@ class Scorer:
         self._status = StatusWriter(config.run_path, "scorer") if leads else None
         self._timeline = Timeline(config.run_path if leads else None, "scorer")
         tensors = dict(policy.named_parameters())
-        self._store = open_history(config, policy, 0, folder / "history")
+        self._link = PeerLink.call(peer_file(config, rank), config.trainer.deadline_s)
+        version = self._link.receive_weights(tensors.values())  # a resumed actor goes on from a later one
+        self._store = open_history(config, policy, version, folder / "history")
         self._source = SnapshotSource(
             policy, self._store, with_start=False, reuse_training_forward=False, background=False, eager=True
         )
         self._follower = Follower(self._store, tensors, folder / "scratch")
         self._steps: queue.Queue[VersionStep | Exception] = queue.Queue()
-        self._link = PeerLink.call(peer_file(config, rank), config.trainer.deadline_s)
         self._receiver = threading.Thread(target=self._receive, name="actor-link", daemon=True)
         self._receiver.start()
         self._ended_at: float | None = None

@@ -96,6 +96,7 @@ def _dedicated(request: _Request) -> OldLogitSource:
     link = PeerLink.listen(
         peer_file(config, rank), config.trainer.deadline_s, local=config.trainer.nodes == 1
     )
+    link.send_weights(request.version, (tensor for _, tensor in request.policy.named_parameters()))
     return DedicatedSource(
         request.policy,
         open_history(config, request.policy, request.version, folder),

@@ -9,21 +9,37 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_async.errors import UserError
+from megatron_async.snapshots.bits import words_of
 
 _LOOK_S = 0.05
 _LISTENER, _CALLER = 0, 1
+_CONNECT = timedelta(seconds=3)
 _SILENCE = timedelta(days=1)
 """A peer that died breaks the connection at once; this ends the wait for one that hangs."""
+
+
+def _reached(file: Path) -> TCPStore | None:
+    """The listener's store; None while there is no address, or one that a run before this one left."""
+    if not file.exists():
+        return None
+    address = json.loads(file.read_text())
+    try:
+        return TCPStore(address["host"], address["port"], 2, is_master=False, timeout=_CONNECT)
+    except RuntimeError:  # torch's DistError is one
+        return None
 
 
 class PeerMissing(UserError):
@@ -58,12 +74,10 @@ class PeerLink:
     def call(cls, file: Path, deadline_s: float) -> PeerLink:
         """Meet the listener that left its address in `file`. Raises PeerMissing after `deadline_s` seconds."""
         started, timeout = time.monotonic(), timedelta(seconds=deadline_s)
-        while not file.exists():
+        while (store := _reached(file)) is None:
             if time.monotonic() - started > deadline_s:
                 raise PeerMissing(f"no trainer rank left its address in {file} within {deadline_s:g} s")
             time.sleep(_LOOK_S)
-        address = json.loads(file.read_text())
-        store = TCPStore(address["host"], address["port"], 2, is_master=False, timeout=timeout)
         return cls._met(store, _CALLER, timeout, str(file))
 
     @classmethod
@@ -74,6 +88,22 @@ class PeerLink:
             raise PeerMissing(
                 f"the peer of {name} did not come within {timeout.total_seconds():g} s"
             ) from error
+
+    def send_weights(self, version: int, tensors: Iterable[Tensor]) -> None:
+        """Send a version number and the bits of its tensors; none of them for version 0, which both sides have."""
+        self.send(struct.pack("<q", version))
+        for tensor in tensors if version > 0 else ():
+            self.send(words_of(tensor).cpu().numpy().tobytes())
+
+    @torch.no_grad()
+    def receive_weights(self, tensors: Iterable[Tensor]) -> int:
+        """Take in what `send_weights` sends, into tensors of the same shapes; returns the version."""
+        (version,) = struct.unpack("<q", self.receive())
+        for tensor in tensors if version > 0 else ():
+            words, data = words_of(tensor), self.receive()
+            if data:
+                words.copy_(torch.frombuffer(bytearray(data), dtype=words.dtype))
+        return int(version)
 
     def send(self, data: bytes) -> None:
         """Send one message. Raises RuntimeError when the peer is gone."""

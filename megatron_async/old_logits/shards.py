@@ -41,9 +41,13 @@ class VersionShard:
         return sum(self.ends)
 
     def cut(self, sequences: SequenceOf[Sequence]) -> list[Sequence]:
-        """The members, each up to its last token of this version."""
+        """The members, each up to its last token of this version, with the experts recorded for those tokens."""
         return [
-            Sequence(sequences[i].token_ids[:end], sequences[i].temperature)
+            Sequence(
+                sequences[i].token_ids[:end],
+                sequences[i].temperature,
+                routed_experts=None if (record := sequences[i].routed_experts) is None else record[:end],
+            )
             for i, end in zip(self.members, self.ends, strict=True)
         ]
 

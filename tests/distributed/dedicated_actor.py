@@ -1,6 +1,7 @@
 """The actor's side of a dedicated old-logit model: makes versions, fills the bank, and reads the scores.
 
-usage: dedicated_actor.py CONFIG FINDINGS   (one of the trainer's ranks; `megatron-async score` runs beside it)
+usage: dedicated_actor.py CONFIG FINDINGS FIRST   (one of the trainer's ranks; `megatron-async score` runs beside it)
+FIRST: version of the first weights; above 0 they differ from the checkpoint's, as after a resume.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megatron_async.trajectory import SamplingParams, Status, Trajectory, Versio
 from tests.engine_batches import VOCAB
 from tests.old_logits_batches import policy_gradient, versioned_sequences
 
-VERSIONS = 3
+FIRST = int(sys.argv[3])
+LAST = FIRST + 3
 
 
 def trajectory(name: str, versions: tuple[int, ...], seed: int) -> Trajectory:
@@ -42,7 +44,7 @@ def trajectory(name: str, versions: tuple[int, ...], seed: int) -> Trajectory:
 
 def everything() -> list[Trajectory]:
     """One trajectory per pair of versions that follow one another, and one per version."""
-    chains = [(v,) for v in range(VERSIONS + 1)] + [(v, v + 1) for v in range(VERSIONS)]
+    chains = [(v,) for v in range(FIRST, LAST + 1)] + [(v, v + 1) for v in range(FIRST, LAST)]
     return [trajectory(f"t{i}", versions, seed=i) for i, versions in enumerate(chains)]
 
 
@@ -65,36 +67,45 @@ def collect(bank: Bank, trajectories: list[Trajectory], version: int) -> None:
             bank.finish_trajectory(made)
 
 
+def step(policy: Policy, seed: int) -> None:
+    batch = versioned_sequences(range(1), current=0, seed=seed)
+    assert policy.train_step(batch, policy_gradient(batch)).skipped is None
+
+
 def main() -> None:
     config = load(sys.argv[1], [])
     policy = Policy.build(config.model, config.layout, config.trainer, config.optimizer)
     control = Control(60.0)
     leads = dist.get_rank() == 0
     bank = Bank.open(config.bank_url) if leads else None
-    source = build_source(config, policy, frozenset(), 0, KeptScores(config, control, bank).fetch)
+    if FIRST:
+        step(policy, seed=99)  # other weights than the checkpoint's
+        for version in range(1, FIRST + 1):
+            if bank:
+                bank.record_version(version, version - 1)
+    source = build_source(config, policy, frozenset(), FIRST, KeptScores(config, control, bank).fetch)
     trajectories, expected = everything(), {}
-    for version in range(VERSIONS + 1):
+    for version in range(FIRST, LAST + 1):
         note(policy, trajectories, version, expected)
         if bank:
             collect(bank, trajectories, version)
-        if version < VERSIONS:
-            batch = versioned_sequences(range(1), current=0, seed=version)
-            assert policy.train_step(batch, policy_gradient(batch)).skipped is None
+        if version < LAST:
+            step(policy, seed=version)
             if bank:
                 bank.record_version(version + 1, version)
             source.updated(version + 1, oldest_needed=0)
     if bank:
         assert bank.take_batch(0, len(trajectories), 1, 0) is not None
     began = time.monotonic()
-    found = source.score(scoring_sequences(trajectories, VERSIONS), [t.trajectory_id for t in trajectories])
+    found = source.score(scoring_sequences(trajectories, LAST), [t.trajectory_id for t in trajectories])
     findings = {
         "worst": max(
             float(np.abs(values - expected[made.trajectory_id])[made.loss_mask & ~current].max(initial=0.0))
             for made, values, current in zip(trajectories, found.values, found.is_current, strict=True)
         ),
-        "compared": sum(int((t.loss_mask & (t.versions < VERSIONS)).sum()) for t in trajectories),
+        "compared": sum(int((t.loss_mask & (t.versions < LAST)).sum()) for t in trajectories),
         "missing": sum(
-            int((np.isnan(values) & made.loss_mask & (made.versions < VERSIONS)).sum())
+            int((np.isnan(values) & made.loss_mask & (made.versions < LAST)).sum())
             for made, values in zip(trajectories, found.values, strict=True)
         ),
         "sent_bytes": found.metrics["old_logits/sent_bytes"],

@@ -54,12 +54,15 @@ def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes
         )
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_dedicated_model_scores_every_version_as_the_actor_did(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "first"), [(1, 4), pytest.param(2, 0, marks=pytest.mark.slow)])
+def test_the_dedicated_model_scores_every_version_as_the_actor_did(
+    tmp_path: Path, ranks: int, first: int
+) -> None:
+    """first: the version that the actor starts with; 0 is the checkpoint, 4 as after a resume."""
     file, findings = write_config(tmp_path, ranks), tmp_path / "findings.json"
     score = ["-m", "megatron_async", "score", "--config", str(file)]
     scorer = start(score, ranks, tmp_path / "scorer.log")
-    actor = start([str(ACTOR), str(file), str(findings)], ranks, tmp_path / "actor.log")
+    actor = start([str(ACTOR), str(file), str(findings), str(first)], ranks, tmp_path / "actor.log")
     try:
         codes = [actor.wait(timeout=200), scorer.wait(timeout=60)]
     finally:
@@ -69,7 +72,6 @@ def test_the_dedicated_model_scores_every_version_as_the_actor_did(tmp_path: Pat
     assert codes == [0, 0], logs
     found = json.loads(findings.read_text())
     assert found["compared"] == 8 * 8
-    print(found)
     assert found["missing"] == 0
     assert found["moved"] > 1e-2
     # bf16 products of other packings: the same weights, a few units in the last place of a logit.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,3 +100,38 @@ def test_a_peer_that_never_comes_raises_with_the_place(tmp_path: Path) -> None:
         PeerLink.call(tmp_path / "rank_0.json", 0.2)
     with pytest.raises(PeerMissing, match="did not come within 1 s"):
         PeerLink.listen(tmp_path / "rank_1.json", 1.0, local=True)
+
+
+def test_an_address_left_by_a_run_before_is_not_trusted(tmp_path: Path) -> None:
+    """The caller finds a stale address, on which nobody listens, and meets the listener once it is there."""
+    file = tmp_path / "rank_0.json"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    file.write_text(json.dumps({"host": "127.0.0.1", "port": port}))
+    received: list[bytes] = []
+    thread = threading.Thread(target=lambda: received.append(PeerLink.call(file, 30.0).receive()))
+    thread.start()
+    time.sleep(0.2)
+    link = PeerLink.listen(file, 30.0, local=True)
+    link.send(b"here")
+    thread.join(20.0)
+    assert received == [b"here"]
+
+
+def test_weights_travel_bit_for_bit(tmp_path: Path) -> None:
+    sent, arrived = mixed_tensors(), mixed_tensors(seed=3)
+    versions: list[int] = []
+
+    def caller() -> None:
+        link = PeerLink.call(tmp_path / "rank_0.json", 20.0)
+        versions.extend(link.receive_weights(arrived.values()) for _ in range(2))
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    link = PeerLink.listen(tmp_path / "rank_0.json", 20.0, local=True)
+    link.send_weights(0, sent.values())
+    link.send_weights(7, sent.values())
+    thread.join(20.0)
+    assert versions == [0, 7]
+    assert same(arrived, bits(sent))
