@@ -30,6 +30,8 @@ _FP32 = 4
 EXPORT_BUCKET = 256 * 2**20
 """Whole tensors that rank 0 gathers at once (`engine/hf_export.py`)."""
 FULL_COPIES_BEYOND_WINDOW = 3
+DIFFERENCES = ("snapshot", "dedicated")
+"""Values of `old_logits.source` that keep the history as differences."""
 
 CHANGED_WEIGHTS = ((1e-6, 0.042), (5e-6, 0.15), (1e-4, 0.87))
 """(learning rate, share of bf16 weights whose bits differ after the first Adam step): measured on simulated updates
@@ -103,8 +105,8 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
             "logits" if activations.logits > activations.recomputed else "a layer again",
             max(activations.logits, activations.recomputed),
         ),
-        ("history: shadow", held.weights if source == "snapshot" else 0),
-        ("history: records", config.snapshots.device_bytes if source == "snapshot" else 0),
+        ("history: shadow", held.weights if source in DIFFERENCES else 0),
+        ("history: records", config.snapshots.device_bytes if source in DIFFERENCES else 0),
         ("average", masters if source == "ewma" else 0),
         ("reference", held.weights if config.objective.kl_coefficient > 0 else 0),
         ("critic", _critic(shape, config, stage)),
@@ -119,6 +121,28 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
         cluster.device_memory_gib * GIB * (1 - cluster.headroom),
         f"{cluster.device_memory_gib:g} GiB less {cluster.headroom:.0%}",
     )
+
+
+def scorer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
+    """Memory of each rank of a dedicated old-logit model: the policy's weights and history, and a forward pass."""
+    trainer = trainer_budget(shape, config, stage)
+    needs = dict(trainer.needs)
+    forward = logits_bytes(shape, config, stage)
+    kept = {name: needs[name] for name in ("weights", "history: shadow", "history: records")}
+    return Budget(
+        f"dedicated {trainer.what.removeprefix('trainer ')}",
+        (*kept.items(), ("logits", forward)),
+        trainer.capacity,
+        trainer.why_capacity,
+    )
+
+
+def logits_bytes(shape: ModelShape, config: RunConfig, stage: int) -> float:
+    """Bytes of the logits of one micro-batch on a rank; 0 before the last pipeline stage."""
+    if stage < config.layout.pipeline_model_parallel_size - 1:
+        return 0.0
+    row = weight_width(config) * shape.vocabulary / config.layout.tensor_model_parallel_size
+    return config.trainer.micro_batch_tokens * row
 
 
 def _critic(shape: ModelShape, config: RunConfig, stage: int) -> int:
@@ -148,10 +172,11 @@ def host_budget(shape: ModelShape, config: RunConfig) -> Budget:
     """Memory the history takes on a machine with trainer ranks."""
     weights = max(budget.weights for budget in _stages(shape, config))
     copies = config.rollout.max_staleness + FULL_COPIES_BEYOND_WINDOW
-    each = {"snapshot": weights, "snapshot_full": copies * weights}.get(config.old_logits.source, 0)
+    source = config.old_logits.source
+    each = weights if source in DIFFERENCES else copies * weights if source == "snapshot_full" else 0
     if config.snapshots.host_bytes is not None and each:
         each = config.snapshots.host_bytes
-    ranks = max(node.trainer_ranks for node in place(config))
+    ranks = max(node.trainer_ranks for node in place(config)) * (2 if source == "dedicated" else 1)
     return Budget(
         "machine with trainer ranks",
         ((f"history of {ranks} rank(s) * {bytes_text(each)}", ranks * each),),
@@ -166,10 +191,12 @@ def _stages(shape: ModelShape, config: RunConfig) -> Iterator[Memory]:
 
 
 def budgets(shape: ModelShape, config: RunConfig) -> list[Budget]:
-    """Every sum that must fit: the first and last pipeline stage's ranks, an engine's ranks, the trainer's machine."""
+    """Every sum that must fit: ranks of the first and last pipeline stage, of a dedicated model, of an engine; and a
+    machine of the trainer."""
     last = config.layout.pipeline_model_parallel_size - 1
     stages = [trainer_budget(shape, config, stage) for stage in sorted({0, last})]
-    return [*stages, engine_budget(shape, config), host_budget(shape, config)]
+    dedicated = [scorer_budget(shape, config, last)] if config.old_logits.source == "dedicated" else []
+    return [*stages, *dedicated, engine_budget(shape, config), host_budget(shape, config)]
 
 
 def memory_problems(shape: ModelShape, config: RunConfig) -> list[str]:
@@ -186,7 +213,7 @@ def memory_problems(shape: ModelShape, config: RunConfig) -> list[str]:
 
 
 def _remedy(what: str) -> str:
-    if what.startswith("trainer"):
+    if what.startswith(("trainer", "dedicated")):
         return (
             "set trainer.recompute, lower trainer.micro_batch_tokens, or raise a parallel size "
             "(expert_model_parallel_size for experts, tensor or pipeline for the rest, world_size for the optimiser)"
@@ -214,7 +241,7 @@ def plan_text(shape: ModelShape, config: RunConfig) -> list[str]:
         f"  publishing: {bytes_text(publish_bytes(shape, config))} of weights to each of {config.engines.count} "
         f"engine(s), after every {'step' if every == 1 else f'{every} steps'}"
     )
-    if config.old_logits.source == "snapshot" and weight_width(config) != _FP32:
+    if config.old_logits.source in DIFFERENCES and weight_width(config) != _FP32:
         share = changed_share(config.optimizer.lr)
         lines.append(
             f"  history: about {bytes_text(history_bytes_per_version(shape, config))} per version over all ranks "

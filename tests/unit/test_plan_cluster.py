@@ -245,6 +245,32 @@ def test_histories_cost_device_and_host_memory():
         check(config, needs_weights=False)
 
 
+def test_every_extra_model_has_its_place_in_the_sum():
+    """Reference and critic on the trainer's ranks, the dedicated model on ranks of its own."""
+    shape = read_shape(MODELS / "qwen3_4b")
+    plain = trainer_budget(shape, make_config(MODELS / "qwen3_4b", objective={"name": "ppo"}), 0)
+    weights = dict(plain.needs)["weights"]
+    sections = {
+        "reference": {"objective": {"name": "ppo", "kl_coefficient": 1e-3}},
+        "critic": {
+            "objective": {"name": "ppo"},
+            "advantage": {"name": "gae", "drop_zero_variance_groups": False},
+        },
+        "history: shadow": {"objective": {"anchor": "dedicated"}},
+        "average": {"objective": {"anchor": "ewma"}},
+    }
+    grown = {
+        name: trainer_budget(shape, make_config(MODELS / "qwen3_4b", **changes), 0).total - plain.total
+        for name, changes in sections.items()
+    }
+    assert grown["reference"] == grown["history: shadow"] == weights
+    assert grown["average"] == 2 * weights
+    assert 3 * weights < grown["critic"] < 9 * weights, "18 bytes a parameter less what is frozen"
+    dedicated = budgets(shape, make_config(MODELS / "qwen3_4b", **sections["history: shadow"]))[1]
+    assert dedicated.what == "dedicated rank"
+    assert dedicated.total == 2 * weights + 4096 * 2 * 151936
+
+
 def test_placement_gives_every_process_its_own_devices():
     config = make_config(
         layout={"world_size": 16, "expert_model_parallel_size": 8},
