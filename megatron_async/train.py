@@ -47,7 +47,7 @@ class Loop:
         self.old_logits = build_source(
             config, session.policy, self.objective.needs, session.version, session.scores.fetch
         )
-        self.parts: dict[str, Stateful] = {"advantage": self.credit, "old_logits": self.old_logits}
+        self.parts: dict[str, Stateful] = {**self.credit.parts, "old_logits": self.old_logits}
         if self.old_logits.interrupts:
             self.old_logits.restore(session.version, session.scores.all())
 

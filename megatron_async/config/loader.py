@@ -128,22 +128,46 @@ def from_dict(data: Mapping[str, Any], where: str = "") -> RunConfig:
         raise ConfigError(error.problems, where) from error
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `a.b=value` overrides in order, and return the resolved configuration.
-
-    Raises ConfigError when the file is missing, is no YAML, or holds unknown keys, wrong types or illegal values.
-    """
-    file = Path(path)
+def read_file(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The plain values of a file, laid over those of its `base`; above: the files that named it."""
     if not file.is_file():
+        named = f", which {above[-1]} names as its base" if above else ""
         raise ConfigError(
-            [f"{file}: no such file; give the path of a YAML configuration (see recipes/configs)"]
+            [f"{file}{named}: no such file; give the path of a YAML configuration (see recipes/configs)"]
         )
     data = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(data, dict):
         raise ConfigError([f"expected a mapping of options, got {data!r}"], str(file))
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    below = (file.parent / str(base)).resolve()
+    if below in (file.resolve(), *above):
+        raise ConfigError([f"base: {base} leads back to a file that starts from this one"], str(file))
+    return laid_over(read_file(below, (*above, file.resolve())), data)
+
+
+def laid_over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` where it says something, else `base`; sections are merged key by key, anything else is replaced."""
+    merged = dict(base)
+    for key, value in data.items():
+        below = merged.get(key)
+        both_sections = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = laid_over(dict(below or {}), value) if both_sections else value
+    return merged
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `a.b=value` overrides in order, and return the resolved configuration.
+
+    A file may start from another: `base: other.yaml`, relative to its own folder; what it says itself goes before.
+
+    Raises ConfigError when the file is missing, is no YAML, or holds unknown keys, wrong types or illegal values.
+    """
+    data = read_file(Path(path))
     for override in overrides:
         apply_override(data, override)
-    return from_dict(data, str(file))
+    return from_dict(data, str(path))
 
 
 def dump(config: RunConfig) -> str:

@@ -4,6 +4,7 @@ Layout::
 
     checkpoints/step_000010/          ten steps are in it
       weights/                        model, optimiser, averaged weights, random state: see engine/checkpoint.py
+      critic/                         the same of the critic, where there is one
       manifest.json                   written last: step, version, schedule, baselines, what is where
     checkpoints/.step_000020.<token>/ being written, or left by a kill
 
@@ -25,14 +26,16 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from megatron_async.config.schema import LayoutConfig, RunConfig
 from megatron_async.engine import checkpoint
 from megatron_async.engine.policy import Policy
+from megatron_async.engine.token_model import TokenModel
 from megatron_async.observe import RunFiles
 from megatron_async.snapshots.record_file import replace_file
 from megatron_async.training.control import Control
@@ -50,6 +53,14 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class HoldsModel(Stateful, Protocol):
+    """A part with a model of its own, which is saved and loaded like the policy, in a folder of the part's name."""
+
+    @property
+    def model(self) -> TokenModel: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +128,7 @@ class Checkpoints:
         self._settings = config.checkpoint
         self._policy = policy
         self._control = control
-        self._writer = checkpoint.ShardedWriter(asynchronous=self._settings.asynchronous)
+        self._writers: dict[str, checkpoint.ShardedWriter] = {}
         self.folder = RunFiles(config.run_path).checkpoints
         self._resumed: Generation | None = None
         self.safe_version = 0
@@ -156,6 +167,8 @@ class Checkpoints:
             return
         for name, part in parts.items():
             saved = self._resumed.states.get(name)
+            if saved and isinstance(part, HoldsModel):
+                checkpoint.load(part.model, self._resumed.path / name, num_steps=saved["optimizer_steps"])
             values = part.state_dict().get("values")
             if not saved or (values is None) != (not saved.pop("has_values")):
                 continue
@@ -172,7 +185,7 @@ class Checkpoints:
     def save(self, steps: int, version: int, parts: Mapping[str, Stateful]) -> None:
         """Begin a generation; a save that still runs is finished first."""
         began = time.perf_counter()
-        self._writer.finish()
+        self.finish()
         states = {name: part.state_dict() for name, part in parts.items()}
         average: list[Tensor] | None = None
         for state in states.values():
@@ -183,27 +196,43 @@ class Checkpoints:
         aside = self.folder / f".{_name(steps)}.{token}"
         manifest = self._manifest(steps, version, states)
 
-        def written() -> None:
+        models = {name: part.model for name, part in parts.items() if isinstance(part, HoldsModel)}
+        unwritten = {_WEIGHTS, *models}
+
+        def written(name: str) -> None:
+            unwritten.discard(name)
+            if unwritten:
+                return
             if self._control.rank == 0:
                 _publish(aside, self.folder / _name(steps), manifest)
                 self._prune()
             self.safe_version = version
 
-        self._writer.begin(self._policy, aside / _WEIGHTS, written, average)
+        self._writer(_WEIGHTS).begin(self._policy, aside / _WEIGHTS, partial(written, _WEIGHTS), average)
+        for name, model in models.items():
+            self._writer(name).begin(model, aside / name, partial(written, name))
         self.stall_seconds = time.perf_counter() - began
 
     def poll(self) -> None:
         """Complete the save in progress if its files are written; cheap."""
-        if self._writer.pending:
-            self._writer.poll()
+        for writer in self._writers.values():
+            if writer.pending:
+                writer.poll()
 
     def finish(self) -> None:
         """Wait for the save in progress."""
-        self._writer.finish()
+        for writer in self._writers.values():
+            writer.finish()
 
     def abandon(self) -> None:
         """Leave a save in progress incomplete; not collective."""
-        self._writer.abandon()
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def _writer(self, name: str) -> checkpoint.ShardedWriter:
+        if name not in self._writers:
+            self._writers[name] = checkpoint.ShardedWriter(asynchronous=self._settings.asynchronous)
+        return self._writers[name]
 
     def _newest(self) -> str | None:
         for path in self.folder.glob(".step_*"):
@@ -239,7 +268,7 @@ def _name(steps: int) -> str:
 def _publish(aside: Path, path: Path, manifest: dict[str, Any]) -> None:
     """Make a folder a generation: its files and their names reach the disk, then the manifest, then its name."""
     files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
-    for entry in (*files, aside / _WEIGHTS):
+    for entry in (*files, *sorted({file.parent for file in files})):
         _sync(entry)
     sizes = {str(file.relative_to(aside)): file.stat().st_size for file in files}
     replace_file(aside / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1).encode())

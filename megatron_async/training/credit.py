@@ -64,6 +64,11 @@ class BaselineCredit:
     def save(self, path: Path) -> None:
         """Write what is learned besides the policy; collective."""
 
+    @property
+    def parts(self) -> dict[str, BaselineCredit]:
+        """What a checkpoint holds of it, by name."""
+        return {"advantage": self}
+
     def state_dict(self) -> dict[str, Any]:
         """The running baselines."""
         return self.estimator.state_dict()
@@ -117,12 +122,22 @@ class CriticCredit(BaselineCredit):
     def save(self, path: Path) -> None:
         self.critic.save_hf(path)
 
+    @property
+    def parts(self) -> dict[str, BaselineCredit]:
+        return {"critic": self}
+
+    @property
+    def model(self) -> Critic:
+        """The critic: a checkpoint holds its weights and optimiser like the policy's."""
+        return self.critic
+
     def state_dict(self) -> dict[str, Any]:
-        """Nothing that is JSON: the weights are saved apart."""
-        return {}
+        """What the weights do not say: value updates made."""
+        assert self.critic.optimizer is not None, "a critic that judges also learns"
+        return {"optimizer_steps": self.critic.optimizer.num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        return
+        """The weights were loaded with their schedule."""
 
     def _estimate(
         self, trajectories: list[Trajectory], sequences: list[Sequence], *, report: bool = True

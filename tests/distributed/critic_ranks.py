@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_async.config.schema import CriticConfig, LayoutConfig, ModelConfig, TrainerConfig
-from megatron_async.engine import platform
+from megatron_async.engine import checkpoint, platform
 from megatron_async.engine.critic import Critic
 from megatron_async.engine.hf_export import ExportPlan
 from tests.critic_batches import CRITIC_OPTIMIZER, UPDATES, squared_error
@@ -29,8 +30,6 @@ from tests.engine_batches import make_sequences
 def build(
     directory: Path, layout: LayoutConfig, critic: CriticConfig, *, distributed: bool, lr: float
 ) -> Critic:
-    from dataclasses import replace
-
     trainer = TrainerConfig(use_distributed_optimizer=distributed, micro_batch_tokens=48)
     model = ModelConfig(path=str(directory / "critic"), dtype="float32")
     return Critic.build(model, layout, trainer, replace(CRITIC_OPTIMIZER, lr=lr), critic=critic)
@@ -128,6 +127,26 @@ def inspect_saving(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     }
 
 
+def inspect_resuming(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
+    """A critic saved after two updates and loaded into another goes on bit for bit."""
+    own, other = (
+        build(directory, layout, CriticConfig(freeze="attention"), distributed=True, lr=1e-2) for _ in range(2)
+    )
+    sequences = make_sequences()
+    loss = squared_error(sum(map(len, sequences)))
+    for _ in range(2):
+        own.train_step(sequences, loss)
+    folder = directory / f"generation_{layout.tensor_model_parallel_size}_{layout.pipeline_model_parallel_size}"
+    folder /= f"{layout.context_parallel_size}_{layout.expert_model_parallel_size}"
+    checkpoint.ShardedWriter(asynchronous=False).begin(own, folder, lambda: None)
+    checkpoint.load(other, folder, num_steps=2)
+    ends = []
+    for critic in (own, other):
+        critic.train_step(sequences, loss)
+        ends.append({name: tensor.clone() for name, tensor in critic.export() if tensor is not None})
+    return {"resumed_differs": [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])]}
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     findings = {}
@@ -137,6 +156,7 @@ def main() -> None:
             inspect_values(directory / kind, layout)
             | inspect_freezing(directory / kind, layout)
             | inspect_saving(directory / kind, layout)
+            | inspect_resuming(directory / kind, layout)
         )
     if dist.get_rank() == 0:
         (directory / "findings.json").write_text(json.dumps(findings, indent=1))

@@ -14,7 +14,6 @@ from tests.distributed.launch import launch
 SCRIPT = Path(__file__).with_name("critic_ranks.py")
 # Two ranks; what tensor, expert and pipeline parallel leave over is data parallel.
 LAYOUTS = ("moe", "moe:tp2", "moe:ep2", "moe:pp2", "moe:cp2", "dense:tp2", "dense:pp2")
-ATTENTION = ("self_attn",)
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +58,8 @@ def test_no_optimiser_memory_for_what_is_frozen(findings: dict[str, Any], layout
 def test_a_new_head_says_zero_and_a_saved_critic_comes_back(findings: dict[str, Any], layout: str) -> None:
     assert findings[layout]["fresh"] == 0.0
     assert findings[layout]["saved_equal"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_critic_goes_on_bit_for_bit(findings: dict[str, Any], layout: str) -> None:
+    assert findings[layout]["resumed_differs"] == []

@@ -201,7 +201,7 @@ def test_a_port_in_use_is_named_only_when_engines_are_started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes" / "configs").glob("*.yaml")), ids=lambda path: path.name
+    "recipe", sorted((ROOT / "recipes" / "configs").rglob("*.yaml")), ids=lambda path: path.name
 )
 def test_recipes_are_legal(tmp_path, recipe):
     """With a checkpoint of the recipe's kind in place, no recipe is refused."""

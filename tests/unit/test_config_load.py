@@ -241,3 +241,20 @@ def test_apply_override_makes_missing_sections():
     data: dict = {}
     apply_override(data, "a.b.c=[1, 2]")
     assert data == {"a": {"b": {"c": [1, 2]}}}
+
+
+def test_a_file_lies_over_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("name: a\nmodel: {path: m}\nbatch: {groups: 3, group_size: 4}\nsteps: 7\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "top.yaml").write_text("base: ../base.yaml\nname: b\nbatch: {group_size: 2}\n")
+    config = load(tmp_path / "sub" / "top.yaml", ["steps=9"])
+    assert (config.name, config.batch.groups, config.batch.group_size, config.steps) == ("b", 3, 2, 9)
+
+
+def test_bases_that_are_missing_or_go_round_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    with pytest.raises(ConfigError, match=r"b\.yaml, which .*a\.yaml names as its base: no such file"):
+        load(tmp_path / "a.yaml")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="leads back"):
+        load(tmp_path / "a.yaml")

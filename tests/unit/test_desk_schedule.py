@@ -63,9 +63,19 @@ def test_held_out_tasks_are_judged_by_the_last_phase() -> None:
         ({"schedule": [{"tasks": 3}]}, "give policy and tasks"),
         ({"schedule": [{"policy": "ask_first"}, {"policy": "return_only"}]}, "phase 0 of 2 needs tasks"),
         ({"schedule": [{"policy": "ask_first", "tasks": 0}]}, "at least 1"),
-        ({"policy": "ask_first"}, "either policy or schedule"),
+        ({"policy": "ask_first"}, r"either policy \(and pool\) or schedule"),
     ],
 )
 def test_what_is_wrong_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         source(**options)
+
+
+def test_a_small_pool_brings_its_tasks_back() -> None:
+    tasks = build_task_source(EnvironmentConfig("desk", {"pool": 5}), "train", seed=5)
+    stream = PromptStream(tasks, seed=9)
+    epochs = [[stream.task(cursor).task_id for cursor in range(start, start + 5)] for start in (0, 5)]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert len(set(epochs[0])) == 5
+    with pytest.raises(ValueError, match="pool is 0"):
+        build_task_source(EnvironmentConfig("desk", {"pool": 0}), "train", seed=5)

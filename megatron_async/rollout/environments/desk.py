@@ -143,16 +143,17 @@ class DeskEnvironment:
 
 @dataclass(frozen=True)
 class DeskTasks:
-    """Desk tasks of one split under one policy."""
+    """Desk tasks of one split under one policy. pool: how many training tasks there are; few come back often."""
 
     split: Split
     policy: DeskPolicy = DeskPolicy()
     seed: int = 0
+    pool: int = TRAIN_TASKS
 
     @property
     def size(self) -> int:
         """Number of distinct tasks in the split."""
-        return HELDOUT_TASKS if self.split == "heldout" else TRAIN_TASKS
+        return HELDOUT_TASKS if self.split == "heldout" else self.pool
 
     def task(self, index: int) -> Task:
         """Task `index` of the split; IndexError past its end."""
@@ -175,19 +176,25 @@ class DeskTasks:
 
 
 def build(options: Mapping[str, Any], split: Split, seed: int) -> DeskTasks | ScheduledDeskTasks:
-    """The desk from its options: `policy`, a name in `desk_policy.POLICIES` or the fields of a `DeskPolicy`; or instead
-    `schedule`, a list of `{policy, tasks}`, and `stated` (see `desk_schedule`)."""
+    """The desk from its options.
+
+    `policy`, a name in `desk_policy.POLICIES` or the fields of a `DeskPolicy`, and `pool`, the number of training
+    tasks; or instead `schedule`, a list of `{policy, tasks}`, and `stated` (see `desk_schedule`).
+    """
     from megatron_async.rollout.environments.desk_schedule import ScheduledDeskTasks, parse_schedule
 
-    unknown = sorted(set(options) - {"policy", "schedule", "stated"})
+    unknown = sorted(set(options) - {"policy", "pool", "schedule", "stated"})
     if unknown:
         raise ValueError(
-            f"unknown options of the desk environment: {', '.join(unknown)}. Known: policy, schedule, stated"
+            f"unknown options of the desk environment: {', '.join(unknown)}. Known: policy, pool, schedule, stated"
         )
     if "schedule" not in options:
         if "stated" in options:
             raise ValueError("desk: the option stated belongs to a schedule; without one the policy is stated")
-        return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed)
-    if "policy" in options:
-        raise ValueError("desk: give either policy or schedule, whose phases name their policies")
+        pool = options.get("pool", TRAIN_TASKS)
+        if not isinstance(pool, int) or not 1 <= pool <= TRAIN_TASKS:
+            raise ValueError(f"desk: pool is {pool!r}; it is a number of tasks from 1 to {TRAIN_TASKS}")
+        return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed, pool)
+    if "policy" in options or "pool" in options:
+        raise ValueError("desk: give either policy (and pool) or schedule, whose phases name their policies")
     return ScheduledDeskTasks(split, parse_schedule(options["schedule"]), seed, bool(options.get("stated", True)))
