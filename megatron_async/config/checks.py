@@ -15,6 +15,7 @@ from megatron_async.config.errors import ConfigError, nearest
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
 from megatron_async.config.placement import placement_problems
 from megatron_async.config.plan import memory_problems
+from megatron_async.config.routing import routing_problems
 from megatron_async.config.schema import LayoutConfig, ObjectiveConfig, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
@@ -472,7 +473,7 @@ def _warn_places(config: RunConfig, shape: ModelShape | None) -> list[str]:
 def _check_cluster(config: RunConfig) -> list[str]:
     if not 0 <= config.cluster.headroom < 1:
         return [f"cluster.headroom: {config.cluster.headroom} is outside [0, 1)"]
-    return placement_problems(config)
+    return placement_problems(config) + routing_problems(config)
 
 
 def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: bool = True) -> list[str]:

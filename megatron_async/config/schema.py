@@ -105,6 +105,10 @@ class TrainerConfig:
     """Trainer ranks on each machine. null: world_size / nodes."""
     deadline_s: float = 600.0
     """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
+    routing_replay: Literal["off", "rollout"] = "off"
+    """rollout: the trainer's routers choose the experts that the engines' chose for the same token (R3), in scoring and
+    training; needs `engines.routed_experts`. It removes the part of the engines' difference in log-probs that comes
+    from other experts, which is most of it in bfloat16. off: every pass routes by itself."""
     updates_per_batch: int = 1
     """Optimiser steps made on each batch. With 1, weights at the start and weights being optimised are the same, so a
     clip on their ratio cannot act; more use the data again and rely on the clip."""

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_async.engine.forward import token_logprobs
+from megatron_async.engine.routing_replay import RoutingReplay
 from megatron_async.engine.sequences import MicroBatch, Sequence
 from megatron_async.engine.token_model import TokenError, TokenModel, TokenValues, TrainStepResult
 
@@ -44,6 +45,12 @@ class Policy(TokenModel):
         """
         logprobs, entropies = self._score(sequences, partial(_token_logprobs, entropy=entropy), self._kinds)
         return (logprobs, entropies) if entropy else logprobs
+
+    def _routing_replay(self) -> RoutingReplay | None:
+        if self.trainer.routing_replay == "off" or not self.hf_config.is_moe:
+            return None
+        split = self.transformer_config.sequence_parallel
+        return RoutingReplay(self.hf_config, self.models, sequence_parallel=split)
 
     def _readout(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         return _token_logprobs(output, micro_batch, entropy=True)

@@ -30,6 +30,8 @@ class Sequence:
         token_ids: int32 [L].
         temperature: sampling temperature; log-probs are those of softmax(logits / temperature).
         arrays: any per-token arrays [L], handed to the loss (``action_mask``, ``advantages``, …).
+        routed_experts: integers [L or L − 1, MoE layers, top-k], the experts that the engine chose while reading each
+            token; None where there is no record. Only read where routing is replayed.
 
     Raises:
         ValueError: empty, an array of another length, or a temperature that is not positive.
@@ -38,6 +40,7 @@ class Sequence:
     token_ids: Array
     temperature: float = 1.0
     arrays: Mapping[str, Array] = field(default_factory=dict)
+    routed_experts: Array | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -82,6 +85,19 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Recorded experts of a micro-batch, laid out as its stream on this rank.
+
+    Attributes:
+        experts: [S, MoE layers, top-k] integers, as compact as they came.
+        known: bool [S], positions that have a record.
+    """
+
+    experts: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """What one forward takes. S = positions on this rank (padded), T = real tokens they speak of.
 
@@ -90,6 +106,7 @@ class MicroBatch:
         targets: int64 [S], the token that each position predicts (its own sequence's first token at the end).
         inverse_temperature: float32 [S].
         take: int64 [T], the position that predicts each token of ``packed``.
+        routing: None where no sequence of it has a record.
     """
 
     input_ids: Tensor
@@ -99,6 +116,7 @@ class MicroBatch:
     inverse_temperature: Tensor
     take: Tensor
     packed: Packed
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +140,12 @@ class Cut:
 
 
 class BatchIndex:
-    """A batch's sequences laid end to end: one array per name over all tokens, built once per pass."""
+    """A batch's sequences laid end to end: one array per name over all tokens, built once per pass.
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    routing: whether micro-batches carry the sequences' records of routed experts.
+    """
+
+    def __init__(self, sequences: list[Sequence], *, routing: bool = False) -> None:
         names = sequences[0].arrays.keys()
         for i, sequence in enumerate(sequences):
             if sequence.arrays.keys() != names:
@@ -133,6 +154,7 @@ class BatchIndex:
                     f"{sorted(sequence.arrays)}"
                 )
         self.sequences = sequences
+        self.routing = routing
         self.lengths = [len(sequence) for sequence in sequences]
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
         self.token_ids = np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)
@@ -173,6 +195,7 @@ def build_micro_batch(batch: BatchIndex, members: tuple[int, ...], cut: Cut) -> 
         inverse_temperature=tensor(1.0 / np.asarray(temperature, np.float32)[stream.member[local]]),
         take=tensor(speaking[order]),
         packed=_packed(batch, members, stream, spoken[order], tensor),
+        routing=_routing(batch, members, padded, local, tensor),
     )
 
 
@@ -235,3 +258,20 @@ def _packed(
         flat_index=tensor(flat),
         arrays={name: tensor(array[flat]) for name, array in batch.arrays.items()},
     )
+
+
+def _routing(
+    batch: BatchIndex, members: tuple[int, ...], padded: list[int], local: Array, tensor: Any
+) -> Routing | None:
+    records = [batch.sequences[i].routed_experts for i in members]
+    present = [record for record in records if record is not None]
+    if not present or not batch.routing:
+        return None
+    experts = np.zeros((sum(padded), *present[0].shape[1:]), np.int16)
+    known = np.zeros(sum(padded), bool)
+    starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
+    for start, record in zip(starts, records, strict=False):
+        if record is not None:
+            experts[start : start + len(record)] = record
+            known[start : start + len(record)] = True
+    return Routing(tensor(experts[local]), tensor(known[local]))

@@ -33,6 +33,7 @@ from megatron_async.engine.model import DTYPES, build_chunks, transformer_config
 from megatron_async.engine.optimizer import Optimizer, wrap_ddp
 from megatron_async.engine.packing import PackingPlan, pack
 from megatron_async.engine.passes import LossFn, PassResult, Readout, run_pass
+from megatron_async.engine.routing_replay import RoutingReplay
 from megatron_async.engine.sequences import BatchIndex, Cut, MicroBatch, Sequence, build_micro_batch
 from megatron_async.errors import UserError
 
@@ -117,6 +118,7 @@ class TokenModel:
         self.models = chunks
         self.chunks: list[Any] = list(chunks)
         self.optimizer: Optimizer | None = None
+        self.routing = self._routing_replay()
         self._prepare()
         self._mark_shards()
         self.load_hf(model_config.path)
@@ -233,7 +235,8 @@ class TokenModel:
             count_multiple=self.layout.pipeline_model_parallel_size if interleaved else 1,
             length_multiple=cut.length_multiple,
         )
-        batch = BatchIndex(sequences)
+        replays = self.routing is not None
+        batch = BatchIndex(self.routing.screened(sequences) if self.routing else sequences, routing=replays)
         if batch.token_ids.min() < 0 or batch.token_ids.max() >= self.hf_config.vocab_size:
             raise TokenError(
                 f"token ids range from {batch.token_ids.min()} to {batch.token_ids.max()}, but the vocabulary has "
@@ -246,7 +249,14 @@ class TokenModel:
     ) -> PassResult:
         members = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         micro_batches = [build_micro_batch(batch, chosen, self._cut) for chosen in members]
-        return run_pass(self.chunks, micro_batches, loss_fn, readout)
+        if self.routing is None:
+            return run_pass(self.chunks, micro_batches, loss_fn, readout)
+        with self.routing.replaying(micro_batches):
+            return run_pass(self.chunks, micro_batches, loss_fn, readout)
+
+    def _routing_replay(self) -> RoutingReplay | None:
+        """What replays the engine's routing in this model, if it is to be replayed."""
+        return None
 
     @functools.cached_property
     def _cut(self) -> Cut:

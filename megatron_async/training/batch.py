@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -176,15 +176,14 @@ def _to_sequence(
             "kv_mismatch": trajectory.kv_mismatch,
             "rewards": np.full(length, reward, np.float32),
         },
+        routed_experts=trajectory.routed_experts,
     )
 
 
-def with_array(
-    sequences: SequenceOf[Sequence], name: str, values: SequenceOf[np.ndarray]
-) -> list[Sequence]:
+def with_array(sequences: SequenceOf[Sequence], name: str, values: SequenceOf[np.ndarray]) -> list[Sequence]:
     """The same sequences with one array added or replaced. values: [L] per sequence."""
     pairs = zip(sequences, values, strict=True)
-    return [Sequence(s.token_ids, s.temperature, {**s.arrays, name: value}) for s, value in pairs]
+    return [replace(s, arrays={**s.arrays, name: value}) for s, value in pairs]
 
 
 def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> list[Sequence]:
@@ -197,9 +196,7 @@ def with_arrays(sequences: SequenceOf[Sequence], anchors: AnchorLogprobs) -> lis
     }
     present = {name: values for name, values in scored.items() if values is not None}
     return [
-        Sequence(
-            s.token_ids, s.temperature, {**s.arrays, **{name: values[i] for name, values in present.items()}}
-        )
+        replace(s, arrays={**s.arrays, **{name: values[i] for name, values in present.items()}})
         for i, s in enumerate(sequences)
     ]
 

@@ -148,11 +148,12 @@ class Session:
         credit: Mapping[str, Any],
     ) -> None:
         """Commit the step to the bank and write its metrics."""
+        routing = self.policy.routing.take_metrics() if self.policy.routing else {}
         if self.bank is None or self.metrics is None or self.status is None:
             return
         seconds = self.timeline.take_seconds()
         metrics = step_metrics(batch, anchors, published, seconds, self.version)
-        metrics |= self.interruption.take_metrics()
+        metrics |= self.interruption.take_metrics() | routing
         metrics |= update_metrics(objective, results, metrics["batch/trained_action_tokens"])
         metrics |= credit
         self.bank.commit_step(step, batch.version, self.version, metrics)

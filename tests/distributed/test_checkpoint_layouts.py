@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_async.engine import checkpoint  # isort: skip  (prepares the platform before Megatron is imported)
-from megatron.core import dist_checkpointing
 
+from megatron_async.engine import checkpoint
 from tests.distributed.launch import launch
 from tests.engine_reference import make_model
 
@@ -72,6 +71,8 @@ def test_every_parameter_counts_its_own_steps(directory: Path, job: str) -> None
 @pytest.mark.parametrize("name", ["tp2", "ep2", "one"])
 def test_keys_do_not_depend_on_the_layout(directory: Path, name: str) -> None:
     """Traps: a prefix per inner optimiser (one without expert parallel, two with it), buckets instead of parameters."""
+    from megatron.core import dist_checkpointing  # once the engine has prepared the platform
+
     shapes = {
         key: tuple(entry.global_shape)
         for key, entry in dist_checkpointing.load_tensors_metadata(str(directory / name / "weights")).items()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from megatron_async.bank import Bank
 from megatron_async.observe import read_evaluations, read_metrics
@@ -40,9 +41,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     model, run = tmp_path / "tiny", tmp_path / "runs" / "job"
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", model, "--seed", "0"], check=True)
     objective = {"anchor": "snapshot", "mask_low": 0.5, "mask_high": 2.0}
-    config = write_config(
-        tmp_path, model, steps=STEPS, objective=objective, checkpoint={"every": 2}, trainer={"deadline_s": 200}
-    )
+    config = write_config(tmp_path, model, steps=STEPS, objective=objective, trainer={"deadline_s": 200})
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "checkpoint": {"every": 2}}))
     kill_after(config, run, 5)
     with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
         before, lost = bank.versions()[-1].version, [step.step for step in bank.steps() if step.state == "committed"]
