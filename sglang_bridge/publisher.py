@@ -289,20 +289,19 @@ class Publisher:
 
     # -- holding engines ------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
+    def hold(self) -> float:
         """Stop sampling everywhere; running requests come back as partial responses (finish reason ``abort``).
 
-        Requests that arrive later wait. The next ``publish``, or ``release``, lets the engines go on.
+        Requests that arrive later wait, unanswered, until the next ``publish``, or ``release``, lets the engines go on.
+        Returns when all engines stood still, in Unix seconds.
 
         Raises:
             PublishError: names the engine that did not.
         """
         self._everywhere("pause", lambda client: client.pause("retract"))
-        self.abort_requests()
-
-    def abort_requests(self) -> None:
-        """Send every request that engines have now back to its client."""
+        stopped_at = time.time()
         self._everywhere("abort running requests", lambda client: client.abort_all())
+        return stopped_at
 
     def release(self) -> None:
         """Let held engines sample again under the weights they have."""

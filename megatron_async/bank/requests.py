@@ -9,7 +9,8 @@ RESUMING = "resuming"
 TRAINING = "training"
 
 WRITE_DOWN = "rollout/write_down"
-"""The trainer asks, under a new value each time, that all running trajectories be written down as they are."""
+"""The trainer asks that all running trajectories be written down; the value is when it had stopped the engines, in
+nanoseconds since 1970, and so a new one each time."""
 
 WRITTEN_DOWN = "rollout/written_down"
 """The value of `WRITE_DOWN` that the rollout has answered."""

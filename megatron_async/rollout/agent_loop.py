@@ -120,7 +120,7 @@ class EpisodeProgress:
     """What an episode is doing, for whoever watches it, and what it has cost so far.
 
     waiting_for: what is being awaited right now. requests_sent, requests_returned: to engines, answers of any kind
-    back. resubmissions: requests sent again after an abort.
+    back; request_sent_at: the last one (Unix seconds). resubmissions: requests sent again after an abort.
     engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
     queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time.
     """
@@ -128,6 +128,7 @@ class EpisodeProgress:
     waiting_for: str = "start"
     requests_sent: int = 0
     requests_returned: int = 0
+    request_sent_at: float = 0.0
     resubmissions: int = 0
     engine_failures: int = 0
     retractions: int = 0
@@ -369,6 +370,7 @@ class _Episode:
             self._count(len(chunk.output_ids))
 
         self.progress.requests_sent += 1
+        self.progress.request_sent_at = time.time()
         try:
             generation = await self.client.generate(
                 self._checked_ids(),

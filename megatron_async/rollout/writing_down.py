@@ -1,12 +1,15 @@
 """Writes running trajectories into the bank when the trainer asks for it, so that it can score what they hold so far.
 
-Invariants: every answer that was under way when the question was seen has come back, and its tokens are in what is
+Invariants: answers that were under way when the engines were stopped have come back, and their tokens are in what is
 written; a trajectory is copied on the event loop, so no other thread reads it while it grows.
+A request that an engine got while it was stopped holds no token and does not come back before the engine goes on: it is
+not waited for. When it was sent at the very moment of the stop, only time can tell: it is waited for `GRACE_S` seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +17,7 @@ from megatron_async.rollout.agent_loop import EpisodeProgress
 from megatron_async.rollout.ledger import Ledger
 from megatron_async.trajectory import Trajectory
 
+GRACE_S = 0.5
 _LOOK_S = 0.01
 
 
@@ -38,14 +42,19 @@ class PartialWriter:
         while True:
             asked = await self._ledger.asked_to_write_down()
             if asked is not None:
-                await self._answers_under_way()
+                await self._answers_under_way(stopped_at=int(asked) / 1e9)
                 await self._ledger.write_down([_copy(p.trajectory) for p in self._playing.values()], asked)
             await asyncio.sleep(self._poll_s)
 
-    async def _answers_under_way(self) -> None:
-        """Until every request that is with an engine now has come back."""
-        sent = {name: played.progress.requests_sent for name, played in self._playing.items()}
-        while any(
+    async def _answers_under_way(self, stopped_at: float) -> None:
+        """Until every request that was sent before the engines stopped (Unix seconds) has come back."""
+        started = time.monotonic()
+        sent = {
+            name: played.progress.requests_sent
+            for name, played in self._playing.items()
+            if played.progress.request_sent_at <= stopped_at
+        }
+        while time.monotonic() - started < GRACE_S and any(
             name in self._playing and self._playing[name].progress.requests_returned < count
             for name, count in sent.items()
         ):

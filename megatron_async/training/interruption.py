@@ -52,8 +52,7 @@ class Interruption:
     def _collect(self, version: int) -> bytes:
         assert self._bank is not None and self._publisher is not None, "rank 0 owns bank and publisher"
         self._held_at = started = time.monotonic()
-        self._publisher.hold()
-        asked = str(time.time_ns())
+        asked = str(int(self._publisher.hold() * 1e9))
         self._bank.set_state(WRITE_DOWN, asked)
         while self._bank.get_state(WRITTEN_DOWN) != asked:
             if time.monotonic() - started > self._deadline_s:
@@ -61,8 +60,6 @@ class Interruption:
                     f"version {version}: the rollout has not written its running trajectories down in "
                     f"{self._deadline_s:g} s (publish.deadline_s); look at status/rollout.json and logs/rollout.log"
                 )
-            # A request sent between the hold and the question would wait for the engines for ever.
-            self._publisher.abort_requests()
             time.sleep(_LOOK_S)
         found = self._bank.list_sampled_by(version)
         self._metrics["interrupt/trajectories"] = float(len(found))

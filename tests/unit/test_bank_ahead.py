@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,19 +131,20 @@ def test_scores_are_kept_until_they_are_too_old(bank: Bank, url: str) -> None:
 
 
 class Engines:
-    """Engines that are held, and a rollout that writes down once its requests were aborted often enough."""
+    """Engines that are held, and a rollout that answers `answers_after` seconds later."""
 
-    def __init__(self, bank: Bank, answers_after: int) -> None:
-        self.bank, self.left, self.calls = bank, answers_after, []
+    def __init__(self, bank: Bank, answers_after: float) -> None:
+        self.bank, self.calls = bank, []
+        self.answer = threading.Timer(answers_after, self.write_down)
 
-    def hold(self) -> None:
+    def write_down(self) -> None:
+        assert self.calls == ["hold"]
+        self.bank.set_state(WRITTEN_DOWN, self.bank.get_state(WRITE_DOWN) or "")
+
+    def hold(self) -> float:
         self.calls.append("hold")
-
-    def abort_requests(self) -> None:
-        self.calls.append("abort")
-        self.left -= 1
-        if self.left == 0:
-            self.bank.set_state(WRITTEN_DOWN, self.bank.get_state(WRITE_DOWN) or "")
+        self.answer.start()
+        return time.time()
 
     def release(self) -> None:
         self.calls.append("release")
@@ -156,10 +159,10 @@ def interruption_over(bank: Bank, engines: Engines, deadline_s: float) -> Any:
 
 def test_an_interruption_holds_the_engines_until_the_rollout_has_written_down(bank: Bank) -> None:
     collect(bank, "waits", "a")
-    engines = Engines(bank, answers_after=3)
+    engines = Engines(bank, answers_after=0.3)
     interruption = interruption_over(bank, engines, deadline_s=30.0)
     assert [t.trajectory_id for t in interruption.collect(0)] == ["waits"]
-    assert engines.calls == ["hold", "abort", "abort", "abort"]
+    assert engines.calls == ["hold"]
     interruption.release()
     assert engines.calls[-1] == "release"
     interruption.release()
@@ -172,6 +175,7 @@ def test_an_interruption_holds_the_engines_until_the_rollout_has_written_down(ba
 def test_a_rollout_that_does_not_answer_ends_the_wait_with_what_to_look_at(bank: Bank) -> None:
     from megatron_async.training.interruption import InterruptionDeadline
 
-    interruption = interruption_over(bank, Engines(bank, answers_after=10**9), deadline_s=0.1)
+    engines = Engines(bank, answers_after=60)
     with pytest.raises(InterruptionDeadline, match=r"version 0.*0.1 s \(publish.deadline_s\).*rollout.log"):
-        interruption.collect(0)
+        interruption_over(bank, engines, deadline_s=0.1).collect(0)
+    engines.answer.cancel()

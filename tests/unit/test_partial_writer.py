@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from megatron_async.bank import Bank
 from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.rollout.agent_loop import EpisodeProgress
 from megatron_async.rollout.ledger import Ledger
-from megatron_async.rollout.writing_down import PartialWriter, Played
+from megatron_async.rollout.writing_down import GRACE_S, PartialWriter, Played
 from megatron_async.trajectory import VersionSpan
 from tests.bank_support import running
 
@@ -47,15 +48,26 @@ def sample(played: Played, token: int) -> None:
     played.trajectory.append_action([token], [-0.5], [VersionSpan(0, 0, 1)])
 
 
+def send(played: Played) -> None:
+    played.progress.requests_sent += 1
+    played.progress.request_sent_at = time.time()
+
+
+def ask(bank: Bank) -> str:
+    question = str(time.time_ns())
+    bank.set_state(WRITE_DOWN, question)
+    return question
+
+
 def test_an_answer_under_way_is_waited_for_and_is_in_what_is_written(tmp_path: Path) -> None:
     async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
         sample(playing["a"], 10)
-        playing["b"].progress.requests_sent = 1
-        bank.set_state(WRITE_DOWN, "1")
-        assert not await until(lambda: bank.get_state(WRITTEN_DOWN) == "1", seconds=0.3)
+        send(playing["b"])
+        question = ask(bank)
+        assert not await until(lambda: bank.get_state(WRITTEN_DOWN) == question, seconds=0.2)
         sample(playing["b"], 20)
         playing["b"].progress.requests_returned = 1
-        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == "1")
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == question)
         assert [t.token_ids.tolist() for t in bank.list_running()] == [[1, 2, 3, 10], [1, 2, 3, 20]]
 
     play(tmp_path, scenario)
@@ -64,9 +76,9 @@ def test_an_answer_under_way_is_waited_for_and_is_in_what_is_written(tmp_path: P
 
 def test_every_question_is_answered_once_with_what_there_is_by_then(tmp_path: Path) -> None:
     async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
-        for question, token in (("1", 10), ("2", 11)):
+        for token in (10, 11):
             sample(playing["a"], token)
-            bank.set_state(WRITE_DOWN, question)
+            question = ask(bank)
             assert await until(lambda question=question: bank.get_state(WRITTEN_DOWN) == question)
         assert bank.list_running()[0].token_ids.tolist() == [1, 2, 3, 10, 11]
 
@@ -76,11 +88,33 @@ def test_every_question_is_answered_once_with_what_there_is_by_then(tmp_path: Pa
 
 def test_an_episode_that_ends_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
     async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
-        playing["b"].progress.requests_sent = 1
-        bank.set_state(WRITE_DOWN, "1")
+        send(playing["b"])
+        question = ask(bank)
         await asyncio.sleep(0.05)
         del playing["b"]
-        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == "1")
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == question, seconds=GRACE_S - 0.1)
+
+    play(tmp_path, scenario)
+    assert (tmp_path / "bank.sqlite").exists()
+
+
+def test_a_request_that_met_stopped_engines_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
+        question = str(time.time_ns())
+        send(playing["b"])
+        bank.set_state(WRITE_DOWN, question)
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == question, seconds=GRACE_S - 0.1)
+
+    play(tmp_path, scenario)
+    assert (tmp_path / "bank.sqlite").exists()
+
+
+def test_one_sent_at_the_moment_of_the_stop_is_waited_for_a_moment_only(tmp_path: Path) -> None:
+    async def scenario(bank: Bank, playing: dict[str, Played]) -> None:
+        send(playing["b"])
+        question = ask(bank)
+        assert not await until(lambda: bank.get_state(WRITTEN_DOWN) == question, seconds=GRACE_S - 0.2)
+        assert await until(lambda: bank.get_state(WRITTEN_DOWN) == question)
 
     play(tmp_path, scenario)
     assert (tmp_path / "bank.sqlite").exists()
