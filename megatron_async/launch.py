@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_async import config as configuration
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, RESUMING, TRAINING
+from megatron_async.claim import CLAIM_FILE, claimed
 from megatron_async.config.checks import is_local
 from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
@@ -26,6 +27,7 @@ from megatron_async.observe import RunFiles, append_evaluation, read_evaluations
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
 from megatron_async.rollout.chat import ChatFormat
+from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.supervise import (
     Part,
@@ -51,24 +53,45 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     address: where other machines reach this one; found if not given.
     Raises UserError for what the user can mend.
     """
-    ChatFormat(
-        config.model.path
-    )  # a tokenizer without tools is refused before half a minute of starting engines
-    files = create_folder(config, fresh=fresh, resume=resume)
-    try:
-        with stop_on_signals():
-            _run(config, files, address)
-    except StopRequested as stop:
-        print(f"stopped by {stop}; --resume goes on with {files.root}")  # noqa: T201
-        return EXIT_STOPPED
-    except BridgeError as error:  # the bridge is usable alone and does not know UserError
-        raise UserError(str(error)) from error
-    print(write_report(files.root), end="")  # noqa: T201
+    # Both would be found out half a minute later, when the engines have started.
+    ChatFormat(config.model.path)
+    check_environment(config)
+    with claimed(config.run_path):
+        files = create_folder(config, fresh=fresh, resume=resume)
+        try:
+            with stop_on_signals():
+                _run(config, files, address)
+        except StopRequested as stop:
+            print(f"stopped by {stop}; --resume goes on with {files.root}")  # noqa: T201
+            return EXIT_STOPPED
+        except BridgeError as error:  # the bridge is usable alone and does not know UserError
+            raise UserError(str(error)) from error
+        print(write_report(files.root), end="")  # noqa: T201
     return 0
+
+
+def check_environment(config: RunConfig) -> None:
+    """Raises UserError for an environment or an option of it that does not exist, or more tasks than it holds out."""
+    try:
+        heldout = build_task_source(config.environment, "heldout", config.seed)
+    except ValueError as error:
+        raise UserError(f"environment: {error}") from error
+    if heldout.size is not None and heldout.size < config.evaluation.tasks:
+        raise UserError(
+            f"evaluation.tasks: {config.evaluation.tasks}, but environment {config.environment.name} holds out "
+            f"{heldout.size}; lower it"
+        )
 
 
 def sft(config: RunConfig) -> int:
     """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
+    check_environment(config)
+    wanted, needed = config.warm_start.demonstrations, config.batch.trajectories
+    if wanted < needed:
+        raise UserError(
+            f"warm_start.demonstrations: {wanted} do not fill one batch of groups {config.batch.groups} * group_size "
+            f"{config.batch.group_size} = {needed}; raise the first or lower the second"
+        )
     return _trainer_alone(config, "sft", "warm start", "action_loss", RunFiles(config.run_path).checkpoint)
 
 
@@ -79,8 +102,13 @@ def pretrain_critic(config: RunConfig) -> int:
 
 
 def _trainer_alone(config: RunConfig, command: str, name: str, metric: str, output: Path) -> int:
-    files = create_folder(config, fresh=True)
-    part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
+    with claimed(config.run_path):
+        files = create_folder(config, fresh=True)
+        part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
+        return _watched(part, name, metric, config, output)
+
+
+def _watched(part: Part, name: str, metric: str, config: RunConfig, output: Path) -> int:
     try:
         with stop_on_signals(), supervised([part]):
             part.start()
@@ -126,7 +154,7 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         urls = [*(server.url for server in servers), *others.engines(engines_alive(servers))]
         write_engines(files, urls)
         if not read_evaluations(config.run_path):
-            _evaluate(config, urls, step=0)
+            _evaluate(config, urls, 0, engines_alive(servers), others.check)
         others.train()
         trainer = _trainer(config, files, others.address)
         with supervised([]) as parts, Progress(config) as progress:
@@ -135,7 +163,7 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
             _wait_for_weights(config, parts, *ticks)
             _start(parts, _rollout(files))
             watch(parts, lambda: trainer.poll() == 0, *ticks)
-        _evaluate(config, urls, step=config.steps)
+        _evaluate(config, urls, config.steps, engines_alive(servers), others.check)
 
 
 def _start(parts: list[Part], *new: Part) -> None:
@@ -172,11 +200,20 @@ def create_folder(config: RunConfig, *, fresh: bool, resume: bool = False) -> Ru
             "or choose another name (--set name=...)."
         )
     if fresh and files.root.exists():
-        shutil.rmtree(files.root)
+        _empty(files.root)
     for folder in (files.root, files.logs, files.status):
         folder.mkdir(parents=True, exist_ok=True)
     files.config.write_text(configuration.dump(config))
     return files
+
+
+def _empty(folder: Path) -> None:
+    """Delete what a folder holds, but the claim on it."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != CLAIM_FILE:
+            path.unlink()
 
 
 @contextmanager
@@ -284,7 +321,7 @@ def engines_alive(servers: list[EngineServer]) -> Callable[[], None]:
     return tick
 
 
-def _evaluate(config: RunConfig, urls: list[str], step: int) -> None:
-    """Held-out success of what the engines hold now, into evaluations.jsonl."""
-    result = evaluate_engines(config, urls)
+def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]) -> None:
+    """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile."""
+    result = evaluate_engines(config, urls, *ticks)
     append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})

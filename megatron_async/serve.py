@@ -9,6 +9,7 @@ import logging
 import time
 
 from megatron_async import launch
+from megatron_async.claim import claimed
 from megatron_async.config import dump
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
@@ -28,7 +29,11 @@ def main(config: RunConfig) -> int:
             f"cluster.engine_nodes: {config.cluster.engine_nodes} machines hold engines, but serve starts those of one "
             "machine; use launch --node N on each, or set cluster.engine_nodes=0"
         )
-    files = RunFiles(config.run_path)
+    with claimed(config.run_path):
+        return _serve(config, RunFiles(config.run_path))
+
+
+def _serve(config: RunConfig, files: RunFiles) -> int:
     files.logs.mkdir(parents=True, exist_ok=True)
     if not files.config.exists():
         files.config.write_text(dump(config), encoding="utf-8")

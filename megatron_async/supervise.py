@@ -2,7 +2,8 @@
 
 Invariants: a part that ends unexpectedly is reported with the tail of its log; when the supervisor leaves its
 `with` block, however it leaves it, no process that it started is alive, at the latest `STOP_GRACE_S` plus a
-second later. If the supervisor itself is killed, the kernel sends SIGTERM to its children (PR_SET_PDEATHSIG).
+second later, also none that a part left behind when it was killed. If the supervisor itself is killed, the kernel
+sends SIGTERM to its children (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,10 @@ from megatron_async.errors import UserError
 
 STOP_GRACE_S = 3.5
 """Seconds between SIGTERM and SIGKILL: engines are stopped afterwards, and a Ctrl-C may take ten seconds in all."""
+
+_PART_VARIABLE = "MEGATRON_ASYNC_PART"
+"""Inherited by everything a part starts: finds its processes when their parent is gone (torchrun gives each rank a
+session of its own, so neither process group nor session does)."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +60,8 @@ class Part:
         self.name = name
         self.argv = list(argv)
         self.log_path = log_path
-        self._environment = {**os.environ, **(environment or {})}
+        self._mark = uuid.uuid4().hex
+        self._environment = {**os.environ, **(environment or {}), _PART_VARIABLE: self._mark}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -85,14 +92,17 @@ class Part:
         )
 
     def descendants(self) -> list[psutil.Process]:
-        """The process itself and everything below it that is alive."""
+        """The process itself and everything it started, directly or not, that is alive."""
         if self._process is None:
             return []
-        try:
-            root = psutil.Process(self._process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return [process for process in psutil.process_iter() if _mark_of(process) == self._mark]
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(_PART_VARIABLE)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None  # it has just ended, or is another user's
 
 
 def _die_with_parent() -> None:
@@ -105,14 +115,23 @@ def stop_all(parts: Sequence[Part], grace_s: float = STOP_GRACE_S) -> None:
     for part in parts:
         if part.poll() is None and part.pid is not None:
             os.kill(part.pid, signal.SIGTERM)
+        else:
+            _terminate(part.descendants())  # nothing else tells them
     _, stubborn = psutil.wait_procs(list(alive.values()), timeout=grace_s)
     late = {process.pid: process for part in parts for process in part.descendants()}
-    for process in {**{p.pid: p for p in stubborn}, **late}.values():
+    left = list({**{p.pid: p for p in stubborn}, **late}.values())
+    for process in left:
         if process.is_running():
             process.kill()
-    psutil.wait_procs(stubborn, timeout=2.0)
+    psutil.wait_procs(left, timeout=2.0)
     for part in parts:
         part.poll()
+
+
+def _terminate(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.terminate()
 
 
 @contextmanager

@@ -75,6 +75,7 @@ def _example(token_ids: np.ndarray, action_mask: np.ndarray) -> Sequence:
 
 def _batches(examples: list[Sequence], size: int, seed: int) -> Iterator[list[Sequence]]:
     """Endless shuffled batches of `size`."""
+    assert len(examples) >= size, f"{len(examples)} demonstrations do not fill a batch of {size}"
     generator = np.random.default_rng(seed)
     while True:
         order = generator.permutation(len(examples))

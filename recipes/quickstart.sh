@@ -7,6 +7,7 @@
 #   bash recipes/quickstart.sh --set steps=20
 #   SEED=1 NAME=second bash recipes/quickstart.sh           # another model, other tasks, another folder
 #   TRAIN_CONFIG=my.yaml bash recipes/quickstart.sh         # the same start, your own training
+#   bash recipes/quickstart.sh --resume                     # go on with a run that was stopped; else it is replaced
 #
 # The model and its warm start are kept and reused; delete runs/<name>_warm_start to make them anew.
 set -euo pipefail
@@ -26,6 +27,7 @@ python="${VENV:-$root/.venv}/bin/python"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
 if [[ ! -f "$warm_start/checkpoint/config.json" ]]; then
+  rm -rf -- "$model"  # an interrupted warm start leaves one
   "$python" tools/make_tiny_checkpoint.py --out "$model" --seed "$seed"
   warm_arguments=(
     --config recipes/configs/quickstart_warm_start.yaml
@@ -34,6 +36,10 @@ if [[ ! -f "$warm_start/checkpoint/config.json" ]]; then
   "$python" -m megatron_async sft "${warm_arguments[@]}"
 fi
 
-exec "$python" -m megatron_async launch --fresh \
+fresh=(--fresh)
+for argument in "$@"; do
+  if [[ "$argument" == --resume ]]; then fresh=(); fi
+done
+exec "$python" -m megatron_async launch "${fresh[@]}" \
   --config "$train_config" \
   --set "name=$name" --set "model.path=$warm_start/checkpoint" --set "seed=$seed" "$@"

@@ -135,7 +135,11 @@ def read_file(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(
             [f"{file}{named}: no such file; give the path of a YAML configuration (see recipes/configs)"]
         )
-    data = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"not text in UTF-8: {error}"], str(file)) from error
+    data = parse_yaml(text, str(file))
     if not isinstance(data, dict):
         raise ConfigError([f"expected a mapping of options, got {data!r}"], str(file))
     base = data.pop("base", None)

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from megatron_async.rollout.estimators import over_tasks, pass_at_k, pass_hat_k,
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
+from sglang_bridge.event_loop import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 
+_TICK_S = 0.5
 _SUCCESS_REWARD = 1.0 - 1e-6  # a reward of 1 is success; sums of shares may fall short by rounding
 
 
@@ -197,9 +200,23 @@ def _succeeded(trajectory: Trajectory) -> bool:
     return trajectory.reward is not None and trajectory.reward >= _SUCCESS_REWARD
 
 
-def evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult:
-    """Evaluate as `config.evaluation` says, on running engines; blocks until done."""
-    return asyncio.run(_evaluate_engines(config, urls))
+def evaluate_engines(
+    config: RunConfig, urls: Sequence[str], *ticks: Callable[[], None]
+) -> EvaluationResult:
+    """Evaluate as `config.evaluation` says, on running engines; blocks until done.
+
+    ticks: called in this thread twice a second; what they raise ends the evaluation. The event loop has a thread of its
+    own, since an exception that a signal handler raises inside one of its callbacks would only be logged.
+    """
+    loop = BackgroundLoop("evaluation")
+    try:
+        result = loop.submit(_evaluate_engines(config, urls))
+        while not wait([result], timeout=_TICK_S).done:
+            for tick in ticks:
+                tick()
+        return result.result()
+    finally:
+        loop.close()
 
 
 async def _evaluate_engines(config: RunConfig, urls: Sequence[str]) -> EvaluationResult:

@@ -6,6 +6,7 @@ engines fail; the failure is raised on all ranks afterwards.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -98,7 +99,15 @@ class WeightPublisher:
         if self._publisher is None:
             return dict
         publisher = self._publisher
-        return lambda: _fields(publisher.publish_from_disk(version, path, canary=canary))
+
+        def report() -> dict[str, Any]:
+            outcome = publisher.publish_from_disk(version, path, canary=canary)
+            for other in self._folder.iterdir():  # the engines have read the newest: older ones would fill the disk
+                if other != path:
+                    shutil.rmtree(other)
+            return _fields(outcome)
+
+        return report
 
     def _canary(self, version: int) -> Canary | None:
         """A fixed prompt with the log-probs that the engines must report for it under the new weights."""

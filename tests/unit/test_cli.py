@@ -82,6 +82,28 @@ def test_a_tokenizer_without_tools_stops_a_launch_before_anything_starts(tmp_pat
     assert "never mentions `tools`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("environment.name=deskk", "unknown environment 'deskk'; did you mean 'desk'?"),
+        ("environment.options={colour: red}", "colour"),
+        ("run_dir=/dev/null/runs", "cannot be written"),
+    ],
+)
+def test_what_would_fail_after_the_engines_started_is_found_before(tmp_path, capsys, monkeypatch, override, words):
+    monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path: None)
+    arguments = ["launch", "--config", str(write_config(tmp_path)), "--set", "environment.name=desk"]
+    assert cli.main([*arguments, "--set", override]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_too_few_demonstrations_for_one_batch(tmp_path, capsys):
+    arguments = ["sft", "--config", str(write_config(tmp_path, batch={"groups": 4, "group_size": 8}))]
+    arguments += ["--set", "environment.name=desk", "--set", "warm_start.demonstrations=31"]
+    assert cli.main(arguments) == 2
+    assert "31 do not fill one batch of groups 4 * group_size 8 = 32" in capsys.readouterr().err
+
+
 def test_defects_keep_their_traceback(monkeypatch):
     def broken(_arguments):
         raise RuntimeError("a defect")

@@ -258,3 +258,9 @@ def test_bases_that_are_missing_or_go_round_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
     with pytest.raises(ConfigError, match="leads back"):
         load(tmp_path / "a.yaml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load(tmp_path / "a.yaml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_async.errors import UserError
+from megatron_async.rollout import evaluation
 from megatron_async.rollout.agent_loop import EpisodeLimits
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
 from megatron_async.rollout.evaluation import (
@@ -117,3 +119,24 @@ def test_a_truncated_episode_counts_with_its_reward() -> None:
     result = run(ScriptedSource(lambda task: ScriptedEnvironment(turns=9, outcome=0.0)), tasks=2)
     assert result.truncated == 4 and result.success_rate == 0.0 and result.failures == {}
     assert replace(result, seconds=0.0).as_dict()["pass_hat"] == {1: 0.0, 2: 0.0}
+
+
+def test_what_a_tick_raises_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine's death, or the exception that Ctrl-C raises, does; episodes under way are cancelled."""
+    seen: list[str] = []
+
+    async def endless(_config: Any, _urls: Any) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append("cancelled")
+
+    def tick() -> None:
+        raise UserError("the engine died")
+
+    monkeypatch.setattr(evaluation, "_evaluate_engines", endless)
+    started = time.monotonic()
+    with pytest.raises(UserError, match="the engine died"):
+        evaluation.evaluate_engines(None, [], tick)  # type: ignore[arg-type]
+    assert seen == ["cancelled"]
+    assert time.monotonic() - started < 10

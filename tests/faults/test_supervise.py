@@ -1,0 +1,100 @@
+"""Nothing that a supervisor started outlives it, however its parts end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.claim import claimed
+from megatron_async.errors import UserError
+from megatron_async.supervise import Part, PartFailed, supervised, watch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# As torchrun does: a child in a session of its own, which a killed parent cannot take with it.
+PARENT = (
+    "import pathlib, subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], start_new_session=True)\n"
+    "file = pathlib.Path(sys.argv[1])\n"
+    "file.with_suffix('.new').write_text(str(child.pid))\n"
+    "file.with_suffix('.new').rename(file)\n"
+    "time.sleep(120)\n"
+)
+
+
+def wait_for(path: Path, deadline_s: float = 30.0) -> str:
+    limit = time.monotonic() + deadline_s
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} did not come"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def ends(pid: int, deadline_s: float) -> bool:
+    limit = time.monotonic() + deadline_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_what_a_killed_part_left_behind_is_stopped(tmp_path: Path) -> None:
+    part = Part("parent", [sys.executable, "-c", PARENT, str(tmp_path / "pid")], tmp_path / "log")
+    with supervised([part]):
+        part.start()
+        child = int(wait_for(tmp_path / "pid"))
+        assert part.pid is not None
+        os.kill(part.pid, signal.SIGKILL)
+        with pytest.raises(PartFailed, match="parent ended with exit code -9"):
+            watch([part], lambda: False, poll_s=0.02)
+    assert ends(child, 0.5), "the orphan survived"
+
+
+def test_a_part_and_its_children_are_stopped_at_the_end_of_the_block(tmp_path: Path) -> None:
+    part = Part("parent", [sys.executable, "-c", PARENT, str(tmp_path / "pid")], tmp_path / "log")
+    with supervised([part]):
+        part.start()
+        child = int(wait_for(tmp_path / "pid"))
+        assert {process.pid for process in part.descendants()} == {part.pid, child}
+    assert part.poll() is not None
+    assert ends(child, 0.5)
+
+
+def test_a_run_folder_belongs_to_one_launcher(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    with claimed(run), pytest.raises(UserError, match=f"in use: process {os.getpid()} runs there"), claimed(run):
+        pass
+    with claimed(run):
+        assert run.is_dir()
+
+
+def test_a_claim_ends_with_its_holder(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\nfrom megatron_async.claim import claimed\n"
+        "with claimed(pathlib.Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(120)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"process {holder.pid} "), claimed(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    with claimed(tmp_path):
+        assert (tmp_path / ".claim").read_text() == str(os.getpid())
+
+
+def test_a_folder_that_cannot_be_made_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"), claimed(tmp_path / "file" / "run"):
+        pass
