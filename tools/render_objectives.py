@@ -50,7 +50,7 @@ Select one by `objective.name`; the first anchor and the first weight of a row a
 {anchors}
 
 `ewma` is described in [ewma.md](ewma.md), `linear` and `loglinear` in [interpolated.md](interpolated.md). How rewards
-become advantages: [advantages.md](advantages.md).
+become advantages: [advantages.md](advantages.md); with single rollouts and a critic: [sao.md](sao.md).
 
 ## Every method also takes
 

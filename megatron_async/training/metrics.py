@@ -42,6 +42,7 @@ def step_metrics(
         **{f"seconds/old_logits/{stage}": value for stage, value in anchors.seconds.items()},
         **anchors.metrics,
         **_gaps(batch.version_gaps),
+        **_phase(batch),
     }
     if published:
         row |= {
@@ -78,6 +79,12 @@ def active_fraction(objective: Objective, results: SequenceOf[TrainStepResult]) 
     if not isinstance(statistics, np.ndarray):
         return None
     return objective.summarise({"statistics": torch.from_numpy(statistics)}).get("objective/active")
+
+
+def _phase(batch: Batch) -> dict[str, float]:
+    """Mean phase of the trajectories' tasks, where the environment has phases: a reward that shifts, against time."""
+    phases = [trajectory.task["phase"] for trajectory in batch.trajectories if "phase" in trajectory.task]
+    return {"environment/phase": float(np.mean(phases))} if phases else {}
 
 
 def _gaps(gaps: np.ndarray) -> dict[str, Any]:
