@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import ConfigError, RunConfig, check, from_dict
-from megatron_async.config.loader import apply_override, assign, parse_yaml
+from megatron_async.config.loader import apply_override, assign, parse_yaml, read_file
 from megatron_async.config.typed import build, to_plain
 
 MADE_HERE = "tiny"
@@ -185,12 +185,7 @@ def _warm_start_config(sweep: Sweep, folder: Path, seed: int) -> RunConfig | Non
 
 
 def _read(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ConfigError([f"{path}: no such file (paths are relative to the present folder)"])
-    data = parse_yaml(Path(path).read_text(encoding="utf-8"), path)
-    if not isinstance(data, dict):
-        raise ConfigError([f"expected a mapping of options, got {data!r}"], path)
-    return data
+    return read_file(Path(path))
 
 
 def _identity(config: RunConfig, warm: RunConfig | None) -> str:
