@@ -9,11 +9,11 @@ Invariants:
 - Files count only once the callback of ``begin`` has run; until then the folder is a leftover.
 """
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories, nested_values
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -73,11 +74,15 @@ def check_fingerprint(model: TokenModel, saved: Mapping[str, Any], where: Path) 
 
 
 class ShardedWriter:
-    """Writes one checkpoint at a time. asynchronous: a forked process writes while training goes on."""
+    """Writes one checkpoint at a time; several writers may be at work at once.
+
+    asynchronous: a forked process writes while training goes on.
+    """
 
     def __init__(self, *, asynchronous: bool = True) -> None:
         self._asynchronous = asynchronous
         self._queue = AsyncCallsQueue(persistent=False)
+        self._results: Any = None
 
     @property
     def pending(self) -> bool:
@@ -102,6 +107,10 @@ class ShardedWriter:
             folder.mkdir(parents=True)
         dist.barrier()
         state = _saved_state(model, average)
+        if self._results is None:
+            self._results = _manager().Queue()
+        # Megatron has one queue per process, over which results of two checkpoints would be mistaken for each other.
+        filesystem_async._results_queue = self._results
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         request.add_finalize_fn(written)
         if self._asynchronous:
@@ -148,6 +157,15 @@ def load(model: TokenModel, folder: Path, *, num_steps: int, with_random_state: 
         _set_random_state(loaded["random"])
 
 
+def load_weights(model: TokenModel, folder: Path) -> None:
+    """Put a checkpoint's weights alone into ``model``; collective. A present optimiser takes them as its masters."""
+    loaded = dist_checkpointing.load({"model": _model_state(model)}, str(folder))
+    for index, chunk in enumerate(model.models):
+        chunk.load_state_dict(loaded["model"][index])
+    if model.optimizer is not None:
+        model.optimizer.reload_weights()
+
+
 @torch.no_grad()
 def load_average(model: TokenModel, folder: Path, average: list[Tensor]) -> None:
     """Overwrite ``average`` (order and shapes of ``model.masters()``) with what ``begin`` was given; collective."""
@@ -159,6 +177,12 @@ def load_average(model: TokenModel, folder: Path, average: list[Tensor]) -> None
     whole = {parameter: loaded[i][_AVERAGE] for i, parameter in enumerate(order)}
     for value, parameter, part in zip(average, *_master_order(model), strict=True):
         value.copy_(whole[parameter].flatten()[part].view_as(value))
+
+
+@functools.cache
+def _manager() -> Any:
+    """The process through which writers report. It imports the program's main module, which must be guarded."""
+    return torch.multiprocessing.get_context("spawn").Manager()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -315,7 +339,7 @@ def initialise_states(model: TokenModel) -> None:
 @contextmanager
 def _contents_exchanged(ours: list[Tensor], theirs: list[Tensor]) -> Iterator[None]:
     """Within the block each of ``ours`` holds the bits of its counterpart, and the other way round."""
-    swap = partial(_swap_all, ours, theirs)
+    swap = functools.partial(_swap_all, ours, theirs)
     swap()
     try:
         yield

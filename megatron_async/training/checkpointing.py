@@ -65,12 +65,13 @@ class HoldsModel(Stateful, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete checkpoint. steps: training steps in it. version: of its weights. optimizer_steps: updates made."""
+    """A complete checkpoint. steps: training steps in it. version: of its weights. optimizer_steps: updates made, None
+    where there are weights alone (tools/convert_checkpoint.py)."""
 
     path: Path
     steps: int
     version: int
-    optimizer_steps: int
+    optimizer_steps: int | None
     layout: LayoutConfig
     model: dict[str, Any]
     states: dict[str, Any]
@@ -149,6 +150,11 @@ class Checkpoints:
             f"rank 0 found {newest} complete: it must be on storage all ranks share"
         )
         checkpoint.check_fingerprint(self._policy, generation.model, generation.path)
+        if generation.optimizer_steps is None:
+            raise checkpoint.CheckpointError(
+                f"{generation.path} holds weights alone and cannot be resumed: convert it to a Hugging Face checkpoint "
+                "(tools/convert_checkpoint.py) and start a run from that with model.path"
+            )
         same_layout = generation.layout == self._policy.layout
         if not same_layout:
             logger.info("%s was written by another layout; random states begin anew", generation.path)
@@ -204,7 +210,7 @@ class Checkpoints:
             if unwritten:
                 return
             if self._control.rank == 0:
-                _publish(aside, self.folder / _name(steps), manifest)
+                publish_generation(aside, self.folder / _name(steps), manifest)
                 self._prune()
             self.safe_version = version
 
@@ -242,18 +248,13 @@ class Checkpoints:
         return str(complete[-1].path) if complete else None
 
     def _manifest(self, steps: int, version: int, states: dict[str, Any]) -> dict[str, Any]:
-        assert self._policy.optimizer is not None, "the trained policy has an optimiser"
         return {
-            "format": FORMAT,
+            **describe(self._policy),
             "steps": steps,
             "version": version,
-            "optimizer_steps": self._policy.optimizer.num_steps,
-            "layout": asdict(self._policy.layout),
-            "model": checkpoint.fingerprint(self._policy),
             "states": states,
             "bank": self._config.bank_url,
             "snapshots": str(RunFiles(self._config.run_path).snapshots),
-            "written_at": time.time(),
         }
 
     def _prune(self) -> None:
@@ -265,7 +266,18 @@ def _name(steps: int) -> str:
     return f"step_{steps:06d}"
 
 
-def _publish(aside: Path, path: Path, manifest: dict[str, Any]) -> None:
+def describe(policy: Policy) -> dict[str, Any]:
+    """What a manifest says of the weights."""
+    return {
+        "format": FORMAT,
+        "optimizer_steps": policy.optimizer.num_steps if policy.optimizer is not None else None,
+        "layout": asdict(policy.layout),
+        "model": checkpoint.fingerprint(policy),
+        "written_at": time.time(),
+    }
+
+
+def publish_generation(aside: Path, path: Path, manifest: dict[str, Any]) -> None:
     """Make a folder a generation: its files and their names reach the disk, then the manifest, then its name."""
     files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
     for entry in (*files, *sorted({file.parent for file in files})):

@@ -25,7 +25,7 @@ def write_generation(folder: Path, steps: int) -> Path:
         "layout": asdict(LayoutConfig(world_size=2)), "model": {}, "states": {},
     }  # fmt: skip
     path = folder / f"step_{steps:06d}"
-    checkpointing._publish(aside, path, manifest)
+    checkpointing.publish_generation(aside, path, manifest)
     return path
 
 
