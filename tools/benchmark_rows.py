@@ -60,8 +60,8 @@ class Row:
     passed: bool | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", self.figure):
-            raise ValueError(f"figure {self.figure!r}: a name is lower-case words joined by _")
+        if not re.fullmatch(r"[a-z][a-z0-9_.-]*", self.figure):
+            raise ValueError(f"figure {self.figure!r}: a name is lower-case words joined by _ (digits, . and - may occur)")
         values = self.values
         if not values or not all(math.isfinite(value) for value in values):
             raise ValueError(

@@ -238,7 +238,7 @@ def table(costs: dict[str, Costs], skip: int) -> str:
 
 def rows(costs: dict[str, Costs], arguments: argparse.Namespace, skip: int) -> list[Row]:
     """Stage of every source over the stage of `start`."""
-    spans = f"{arguments.spans:g}".replace(".", "_")
+    spans = f"{arguments.spans:g}"
     start = costs["start"].median("stage", skip)
     where = "recorded batches" if arguments.run else f"{arguments.trajectories} x {arguments.tokens} tokens"
     made = []

@@ -137,7 +137,7 @@ def by_density(options: Options) -> Iterator[Row]:
 def density_rows(
     options: Options, share: float, nbytes: int, copied: float, results: dict[str, float]
 ) -> Iterator[Row]:
-    percent = f"{100 * share:g}".replace(".", "_")
+    percent = f"{100 * share:g}"
     gigabytes = nbytes / 1e9
     where = (
         f"{100 * share:g} % of {options.parameters / 1e6:.0f} M bf16 weights changed, {options.threads} thread(s), "
@@ -179,7 +179,7 @@ def by_learning_rate(options: Options, lr: float) -> Iterator[Row]:
 
 
 def name_of(lr: float) -> str:
-    return f"lr{lr:.0e}".replace("e-0", "e_")
+    return f"lr{lr:.0e}".replace("e-0", "e-")
 
 
 def memory_rows(options: Options, lr: float, used: int, nbytes: int, changed: list[float]) -> Iterator[Row]:
