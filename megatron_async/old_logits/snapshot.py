@@ -120,6 +120,7 @@ class SnapshotSource(OldLogitSource):
 
     def score_ahead(self, sequences: list[Sequence], ids: SequenceOf[str]) -> None:
         """See `OldLogitSource.score_ahead`; raises as `score` does."""
+        self.settle()  # the live version is the new one only once it is captured
         began, stage, live = time.perf_counter(), _Stage(), self.history.live_version
         versions = [token_versions(sequence, live) for sequence in sequences]
         actions = [sequence.arrays["action_mask"] for sequence in sequences]

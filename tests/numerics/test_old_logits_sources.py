@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_async.old_logits.shards import version_shards
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.snapshots import (
     BudgetExceededError,
+    CaptureReport,
     DigestMismatchError,
     FullCopyStore,
     SnapshotConfig,
@@ -375,3 +377,22 @@ def test_without_the_training_forward_the_resident_version_gets_a_pass() -> None
     found = score(source, [sequence([-1, 0, 1, -1], 1)])
     assert policy.forwards == [(1.0, [3])]
     check_each_token_has_its_version((found.values or [])[0], [-1, 0, 1, -1])
+
+
+def test_scoring_ahead_waits_for_a_capture_that_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While version 3 is being recorded, gaps already count from 3: a token of version 2 must not be scored as 1."""
+    policy, source = source_at(2, eager=True)
+    capture = source.history.capture
+
+    def slow(version: int, parent: int | None = None) -> CaptureReport:
+        time.sleep(0.3)
+        return capture(version, parent)
+
+    monkeypatch.setattr(source.history, "capture", slow)
+    policy.weight.fill_(3.0)
+    source.updated(3, oldest_needed=0)
+    row = [-1, 2, 3]
+    source.score_ahead([sequence(row, 3)], ["t0"])
+    found = score(source, [sequence(row, 3)])
+    check_each_token_has_its_version((found.values or [])[0], row)
+    assert found.seconds["capture"] > 0
