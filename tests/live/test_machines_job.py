@@ -15,7 +15,7 @@ from megatron_async.observe import read_evaluations, read_metrics
 from tests.live.test_main_job import STEPS, processes_of, write_config
 from tools.benchmark_rows import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
