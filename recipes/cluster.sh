@@ -4,7 +4,7 @@
 #   --node N     this machine's number; Slurm's own by default. 0 leads; the trainer's machines come first, then the
 #                engines'. Every machine needs the repository, the environment, MODEL and RUN_DIR under the same paths.
 #   --dry-run    print the plan (ranks, memory, every rank's model, the commands) and start nothing; needs no GPU
-#   --fresh      delete what an earlier run of the same name left
+#   --fresh      delete what an earlier run of the same name left; --resume goes on with it
 #   --set K=V    override any option (docs/configuration.md); given last, so it wins
 #
 # Environment: MODEL, RUN_DIR, TRAINER_NODES, ENGINE_NODES, DEVICES_PER_NODE, DEVICE_MEMORY_GIB, HOST_MEMORY_GIB, ADDRESS
@@ -27,10 +27,10 @@ parse_arguments() {  # sets dry_run, node, launch_arguments, overrides
   while (( $# )); do
     case "$1" in
       --dry-run) dry_run=1 ;;
-      --fresh) launch_arguments+=(--fresh) ;;
+      --fresh | --resume) launch_arguments+=("$1") ;;
       --node) node="${2:?--node needs a number}"; shift ;;
       --set) overrides+=(--set "${2:?--set needs KEY=VALUE}"); shift ;;
-      *) fail "unknown argument $1; known: --node N, --dry-run, --fresh, --set KEY=VALUE" ;;
+      *) fail "unknown argument $1; known: --node N, --dry-run, --fresh, --resume, --set KEY=VALUE" ;;
     esac
     shift
   done
