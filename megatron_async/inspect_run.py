@@ -57,7 +57,7 @@ def _describe_bank(url: str, console: Console) -> None:
     engine = make_engine(url)
     rows = latest(engine, _SHOWN)
     engine.dispose()
-    table = Table(title=f"The {len(rows)} started last", title_justify="left")
+    table = Table(title=f"The {len(rows)} started last, those with tokens first", title_justify="left")
     for title in (
         "trajectory",
         "state",

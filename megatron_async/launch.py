@@ -151,6 +151,7 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         _other_machines(config, files, nodes, address) as others,
         engines(config, files, nodes[0], others.address) as servers,
     ):
+        _say(f"{len(servers)} engine(s) ready; logs are in {files.logs}")
         urls = [*(server.url for server in servers), *others.engines(engines_alive(servers))]
         write_engines(files, urls)
         if not read_evaluations(config.run_path):
@@ -164,6 +165,10 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
             _start(parts, _rollout(files))
             watch(parts, lambda: trainer.poll() == 0, *ticks)
         _evaluate(config, urls, config.steps, engines_alive(servers), others.check)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
 
 
 def _start(parts: list[Part], *new: Part) -> None:
@@ -223,6 +228,8 @@ def engines(config: RunConfig, files: RunFiles, node: Node, host: str) -> Iterat
     listen = host if is_local(config.engines.host) else config.engines.host
     with ExitStack() as stack:
         servers = []
+        if node.engines:
+            _say(f"starting {len(node.engines)} engine(s), which takes up to a minute or two")
         for i, slot in enumerate(node.engines):
             port = config.engines.base_port + i if config.engines.base_port else 0
             server = EngineServer(
@@ -323,5 +330,6 @@ def engines_alive(servers: list[EngineServer]) -> Callable[[], None]:
 
 def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]) -> None:
     """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile."""
+    _say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
     result = evaluate_engines(config, urls, *ticks)
     append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})

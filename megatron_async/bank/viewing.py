@@ -29,7 +29,7 @@ class Summary(NamedTuple):
 
 
 def latest(engine: Engine, count: int) -> list[Summary]:
-    """The `count` trajectories started last, newest first."""
+    """The `count` trajectories started last, newest first; those without any token come after all others."""
     row = trajectories.c
     query = (
         select(
@@ -37,7 +37,7 @@ def latest(engine: Engine, count: int) -> list[Summary]:
             row.min_version, row.max_version, row.step, row.reason,
         )
         .join(groups, groups.c.position == row.group_position)
-        .order_by(row.position.desc())
+        .order_by(row.tokens == 0, row.position.desc())
         .limit(count)
     )  # fmt: skip
     with engine.connect() as conn:

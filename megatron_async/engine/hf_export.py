@@ -171,6 +171,8 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self._partial / INDEX_FILE).write_text(json.dumps(index, indent=2))
         self._copy_companions()
+        for file in set(weight_map.values()):  # safetensors makes files that only their owner can read
+            shutil.copymode(self._partial / "config.json", self._partial / file)
         replaced = self.path.with_name(self.path.name + ".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if self.path.exists():

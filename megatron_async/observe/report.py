@@ -120,7 +120,8 @@ class Report:
         version = self.metrics[-1].get(names.VERSION) if self.metrics else None
         table.add_row("last version", short_number(version))
         rewards = [row[names.REWARD] for row in self.metrics if row.get(names.REWARD) is not None]
-        table.add_row("reward, first and last ten steps", _first_and_last(rewards))
+        window = max(1, min(10, len(rewards) // 2))  # of a short run, halves
+        table.add_row(f"reward, first and last {window} step(s)", _first_and_last(rewards, window))
         table.add_row("mean version gap", short_number(self.version_gap_mean))
         table.add_row("training tokens/s", short_number(_mean_of(self.metrics, names.TRAIN_RATE)))
         table.add_row("time in training steps", self._training_time())
@@ -177,7 +178,7 @@ def _success(row: dict[str, Any] | None) -> str:
     return f"{100 * row['success_rate']:.1f} % ± {100 * row['stderr']:.1f}{episodes}"
 
 
-def _first_and_last(values: list[float], count: int = 10) -> str:
+def _first_and_last(values: list[float], count: int) -> str:
     if not values:
         return "–"
     return f"{fmean(values[:count]):.3f}, {fmean(values[-count:]):.3f}"

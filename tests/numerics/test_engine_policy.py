@@ -269,6 +269,7 @@ def test_saved_checkpoint_loads_in_transformers_and_back(
     np.testing.assert_allclose(moe.logprobs([sequence])[0], expected.detach(), rtol=0, atol=2e-5)
     assert (tmp_path / "final" / "tokenizer_config.json").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert len({path.stat().st_mode for path in (tmp_path / "final").glob("*.*s*")}) == 1, "all as readable"
     before = snapshot_of(moe)
     check_unchanged(build(tmp_path / "final"), before)
 

@@ -158,6 +158,7 @@ def _run_with_a_trajectory(tmp_path: Path) -> Path:
         )
         trajectory.finish(Status.OK, 1.0)
         bank.finish_trajectory(trajectory)
+        bank.start_trajectory(Trajectory("t-2", "g-1", "p-1", SamplingParams(), {"goal": 1}))
     return config.run_path
 
 
@@ -167,7 +168,7 @@ def test_inspect_shows_the_bank_and_a_trajectory_version_by_version(tmp_path, ca
     assert cli.main(["inspect", str(run)]) == 0
     text = capsys.readouterr().out
     assert "1 finished" in text
-    assert "t-1" in text
+    assert text.index(" t-1 ") < text.index(" t-2 "), "one without a token comes after those to look at"
     assert cli.main(["inspect", str(run), "--trajectory", "t-1"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[1:] == [

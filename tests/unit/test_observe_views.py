@@ -69,6 +69,7 @@ def test_report_shows_what_the_files_hold(tmp_path):
         "6.000",
         "60%",
         "config.yaml",
+        "reward, first and last 2 step(s) │ 0.550, 0.750",
     ):
         assert words in text, words
     assert RunFiles(run).report.read_text() == text
