@@ -27,8 +27,13 @@ STEP_MEANS = {
     "step_seconds": names.STEP_SECONDS,
     "wait_seconds": names.SECONDS + "wait_batch",
     "grad_norm": "grad_norm",
+    "explained_variance": "critic/explained_variance",
 }
 """Measure -> metric whose mean over the steps it is."""
+
+PHASE = "environment/phase"
+RECOVERY_WINDOW, RECOVERED = 5, 0.9
+"""A reward that has shifted is recovered when its mean over so many steps is this share of what it was before."""
 
 COUNTED_STATES = ("trained", "stale", "filtered", "failed")
 
@@ -55,6 +60,7 @@ def measure(run_path: Path) -> dict[str, Any]:
         ),
         **{name: token_mean(rows, metric) for name, metric in TOKEN_MEANS.items()},
         **{name: _mean(row.get(metric) for row in rows) for name, metric in STEP_MEANS.items()},
+        "recovery_steps": recovery_steps(rows),
         "trajectories": _states(run_path),
         "curve": _curves(rows),
     }
@@ -71,6 +77,25 @@ def token_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
     return sum(value * tokens for value, tokens in pairs) / total if total else None
 
 
+def recovery_steps(rows: Sequence[dict[str, Any]]) -> list[int | None]:
+    """For each switch of the environment's phase: steps until the reward was recovered, None where it never was.
+
+    A switch is the first step whose batch is mostly of the next phase; recovery ends at the next switch.
+    """
+    phases = [row.get(PHASE, 0.0) for row in rows]
+    rewards = [row[names.REWARD] for row in rows]
+    last = round(max(phases, default=0.0))
+    starts = [next(i for i, phase in enumerate(phases) if phase >= k - 0.5) for k in range(1, last + 1)]
+    found: list[int | None] = []
+    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+        before = rewards[max(0, start - RECOVERY_WINDOW) : start]
+        wanted = RECOVERED * sum(before) / len(before) if before else 0.0
+        windows = ((i, rewards[i - RECOVERY_WINDOW : i]) for i in range(start + RECOVERY_WINDOW, end + 1))
+        reached = (i - start for i, held in windows if sum(held) / RECOVERY_WINDOW >= wanted)
+        found.append(next(reached, None))
+    return found
+
+
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
@@ -85,7 +110,9 @@ def _states(run_path: Path) -> dict[str, int]:
 
 def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Every scalar metric that a figure may ask for, by step."""
-    wanted = (names.REWARD, *TOKEN_MEANS.values(), "entropy", "objective/kl_k3")
+    wanted = (
+        names.REWARD, *TOKEN_MEANS.values(), "entropy", "objective/kl_k3", "critic/explained_variance", PHASE,
+    )  # fmt: skip
     return {
         metric: [row.get(metric) for row in rows] for metric in wanted if any(metric in row for row in rows)
     }

@@ -6,6 +6,7 @@ is learned here, once per batch; a trajectory's reward is given out once, to its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
@@ -257,8 +258,9 @@ def estimate_metrics(episodes: Episodes, targets: Targets) -> dict[str, float]:
     if not bool(mask.any()):
         return {}
     advantages = targets.advantages[mask].double()
+    explained = explained_variance(targets.values, targets.returns, mask)
     return {
-        "critic/explained_variance": explained_variance(targets.values, targets.returns, mask),
+        **({} if math.isnan(explained) else {"critic/explained_variance": explained}),
         "critic/value_mean": float(targets.values[mask].double().mean()),
         "critic/return_mean": float(targets.returns[mask].double().mean()),
         "advantage/mean": float(advantages.mean()),

@@ -16,7 +16,7 @@ from megatron_async.errors import UserError
 from megatron_async.observe import MetricsWriter, append_evaluation
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from tools import sweep, sweep_report
-from tools.sweep_measures import token_mean
+from tools.sweep_measures import recovery_steps, token_mean
 from tools.sweep_plan import plan, read_sweep
 
 BASE = """
@@ -267,3 +267,15 @@ def test_the_sweeps_of_the_repository_are_valid(monkeypatch: pytest.MonkeyPatch,
     assert files
     for path in files:
         assert len({r.identity for r in plan(read_sweep(path), tmp_path)}) >= 9
+
+
+def test_recovery_counts_steps_from_each_switch() -> None:
+    rewards = [0.8] * 6 + [0.2] * 3 + [0.8] * 7 + [0.1] * 8
+    phases = [0.0] * 5 + [0.4] + [0.6] + [1.0] * 9 + [2.0] * 8
+    rows = [
+        {"reward/mean": reward, "environment/phase": phase}
+        for reward, phase in zip(rewards, phases, strict=True)
+    ]
+    # The second phase has its majority at step 6 and five good steps behind it at step 14; the third is never learned.
+    assert recovery_steps(rows) == [8, None]
+    assert recovery_steps([{"reward/mean": 0.5}] * 4) == []
