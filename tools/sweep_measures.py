@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def recovery_steps(rows: Sequence[dict[str, Any]]) -> list[int | None]:
     last = round(max(phases, default=0.0))
     starts = [next(i for i, phase in enumerate(phases) if phase >= k - 0.5) for k in range(1, last + 1)]
     found: list[int | None] = []
-    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+    for start, end in itertools.pairwise([*starts, len(rows)]):
         before = rewards[max(0, start - RECOVERY_WINDOW) : start]
         wanted = RECOVERED * sum(before) / len(before) if before else 0.0
         windows = ((i, rewards[i - RECOVERY_WINDOW : i]) for i in range(start + RECOVERY_WINDOW, end + 1))
