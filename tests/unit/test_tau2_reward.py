@@ -98,9 +98,21 @@ def test_nothing_done_scores_the_known_floor() -> None:
     }
     assert {name: (value.successes, value.tasks) for name, value in floors.items()} == {
         "airline": (19, 50),
-        "retail": (6, 114),
+        "retail": (7, 114),
         "telecom": (0, 114),
     }
+
+
+def test_floor_is_what_the_official_evaluator_gives() -> None:
+    place = domain("retail")
+    for task_id, expected in (("12", 1.0), ("105", 1.0), ("57", 1.0), ("0", 0.0)):
+        episode = Episode(place, place.tasks[task_id])
+        episode.start()
+        episode.user(Said("hello"))
+        episode.agent(Said("Goodbye."))
+        episode.user(Said("###STOP###"))
+        basis = reward.reward_basis(episode.task, "official")
+        assert official(episode, basis).reward == expected == floor(place, [task_id]).successes
 
 
 def test_sampled_check_lets_the_official_evaluator_win(monkeypatch: pytest.MonkeyPatch) -> None:
