@@ -81,8 +81,8 @@ class BatchFeed:
         self._on_wait = on_wait
         self._offered: set[str] = set()
 
-    def take(self, step: int, version: int, idle: IdleWork | None = None) -> list[Trajectory]:
-        """The batch of `step`, no token of it older than `version - max_staleness`.
+    def take(self, step: int, oldest: int, idle: IdleWork | None = None) -> list[Trajectory]:
+        """The batch of `step`, no token of it of a version below `oldest`; on a resume, the one on record.
 
         idle: called on every rank while the batch is incomplete, with finished trajectories that it was not called
         with before, about one micro-batch of them per rank.
@@ -91,7 +91,7 @@ class BatchFeed:
         started = time.monotonic()
         while True:
             message = self._control.from_rank_zero(
-                lambda: self._next(step, version, started, idle is not None)
+                lambda: self._next(step, oldest, started, idle is not None)
             )
             trajectories = [Trajectory.from_bytes(part) for part in split_messages(message[1:])]
             if message[:1] == _BATCH or idle is None:
@@ -99,11 +99,10 @@ class BatchFeed:
                 return trajectories
             idle(trajectories)
 
-    def _next(self, step: int, version: int, started: float, has_idle_work: bool) -> bytes:
+    def _next(self, step: int, oldest: int, started: float, has_idle_work: bool) -> bytes:
         """The batch, or what can be worked on meanwhile."""
         assert self._bank is not None, "rank 0 owns the bank"
         config = self._config
-        oldest = version - config.rollout.max_staleness
         while True:
             batch = self._bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)
             if batch:

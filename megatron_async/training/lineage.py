@@ -23,16 +23,36 @@ class Lineage:
 
     def __init__(self, versions: Iterable[tuple[int, int | None]] = ((0, None),)) -> None:
         self._updates = np.zeros(1, np.int64)
+        self._unsampled: set[int] = set()
         for version, parent in sorted(versions):
             if parent is not None:
                 self.add(version, parent)
 
-    def add(self, version: int, parent: int) -> None:
-        """A version made by one update of its parent."""
+    def add(self, version: int, parent: int, *, sampled: bool = True) -> None:
+        """A version made by one update of its parent. sampled: False if no engine ever gets it."""
         missing = version + 1 - len(self._updates)
         if missing > 0:
             self._updates = np.concatenate([self._updates, np.zeros(missing, np.int64)])
         self._updates[version] = self._updates[parent] + 1
+        if not sampled:
+            self._unsampled.add(version)
+
+    def oldest_within(self, current: int, gap: int) -> int:
+        """The lowest id from which on no sampled version lies more than `gap` updates behind the current one.
+
+        >>> Lineage([(0, None), (1, 0), (2, 1), (3, 2)]).oldest_within(3, 2)
+        1
+
+        Trajectories that waited when a run was killed carry ids of the lost branch; where the versions that repeated
+        its steps were never sampled from, they stay within the bound as long as they would have.
+        """
+        near = self.gaps(current, np.arange(len(self._updates))) <= gap
+        oldest = len(self._updates) - 1
+        for version in range(len(self._updates) - 1, -1, -1):
+            if not (near[version] or version in self._unsampled):
+                break
+            oldest = version
+        return oldest if oldest > 0 else current - gap
 
     def gaps(self, current: int, versions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Updates that lie between tokens' versions and the current one, int64, of the shape of `versions`.

@@ -58,7 +58,9 @@ class Session:
         self.checkpoints = Checkpoints(config, policy, control)
         self.lineage = Lineage()
         self.version = 0
-        self.first_step = 0
+        self.first_step = self._repeated_until = 0
+        self.catching_up = False
+        """Whether recorded batches are trained again, with engines and rollout waiting."""
 
     @classmethod
     @contextmanager
@@ -83,35 +85,47 @@ class Session:
     def resume(self) -> None:
         """Go on from the newest complete generation, or from the start where there is none.
 
-        Steps that it does not contain are trained again on their recorded batches; the engines hold its weights before
-        the rollout may use them.
+        Steps that it does not contain are trained again on their recorded batches before anything new is sampled.
         """
         generation = self.checkpoints.resume()
         if generation is not None:
             self.version, self.first_step = generation.version, generation.steps
-        self.lineage = Lineage((v, parent) for v, parent in self.control.json_from_rank_zero(self._rewind_bank))
+        versions, self._repeated_until = self.control.json_from_rank_zero(self._rewind_bank)
+        self.lineage = Lineage((version, parent) for version, parent in versions)
+        self.catching_up = self.first_step < self._repeated_until
+        if not self.catching_up:
+            self._go_on()
+
+    def _rewind_bank(self) -> tuple[list[tuple[int, int | None]], int]:
+        """The versions there are, and the step before which batches are on record."""
+        assert self.bank is not None, "rank 0 owns the bank"
+        self.bank.rollback_uncommitted(self.first_step - 1)
+        self.bank.set_current_version(self.version)
+        versions = [(version.version, version.parent) for version in self.bank.versions()]
+        return versions, max((step.step + 1 for step in self.bank.steps() if step.state == "redo"), default=0)
+
+    def _go_on(self) -> None:
+        """Let the rollout begin, on engines that hold the present version (of a new run they do from the start)."""
+        self.catching_up = False
         if self.version > 0:
             self.publisher.publish(self.version)
         if self.bank:
             self.bank.set_state(PHASE, TRAINING)
-
-    def _rewind_bank(self) -> list[tuple[int, int | None]]:
-        assert self.bank is not None, "rank 0 owns the bank"
-        self.bank.rollback_uncommitted(self.first_step - 1)
-        self.bank.set_current_version(self.version)
-        return [(version.version, version.parent) for version in self.bank.versions()]
 
     def advance(self, step: int) -> None:
         """Give the updated weights the next version that was never used."""
         parent, self.version = self.version, self.control.json_from_rank_zero(
             lambda: self.bank.next_version() if self.bank else 0
         )
-        self.lineage.add(self.version, parent)
+        sampled = not self.catching_up or step + 1 == self._repeated_until
+        self.lineage.add(self.version, parent, sampled=sampled)
         if self.bank:
             self.bank.record_version(self.version, parent, step)
 
     def save(self, step: int, parts: Mapping[str, Stateful]) -> None:
-        """Make a generation when one is due, and complete one that was written meanwhile."""
+        """After a step: make a generation when one is due, complete one that was written, end the catching up."""
+        if self.catching_up and step + 1 == self._repeated_until:
+            self._go_on()
         self.checkpoints.poll()
         if self.checkpoints.due(step + 1):
             with self.stage("checkpoint", step):
@@ -119,6 +133,8 @@ class Session:
 
     def publish(self) -> Published | None:
         """Publish the present version when due; None where nothing was published."""
+        if self.catching_up:
+            return None
         published = self.publisher.publish(self.version) if self.publisher.due(self.version) else None
         self.interruption.published()
         return published
@@ -126,7 +142,7 @@ class Session:
     @property
     def oldest_needed(self) -> int:
         """No token of an older version is trained any more: a batch may not hold it."""
-        return self.version - self.config.rollout.max_staleness
+        return self.lineage.oldest_within(self.version, self.config.rollout.max_staleness)
 
     @property
     def oldest_kept(self) -> int:
@@ -135,7 +151,7 @@ class Session:
         options = self.config.snapshots
         outlives = options.durable and options.disk_bytes != 0 and self.config.checkpoint.every > 0
         newest = min(self.version, self.checkpoints.safe_version) if outlives else self.version
-        return newest - self.config.rollout.max_staleness
+        return self.lineage.oldest_within(newest, self.config.rollout.max_staleness)
 
     def finish_step(
         self,
