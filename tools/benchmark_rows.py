@@ -61,7 +61,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_.-]*", self.figure):
-            raise ValueError(f"figure {self.figure!r}: a name is lower-case words joined by _ (digits, . and - may occur)")
+            raise ValueError(f"figure {self.figure!r}: a name is lower-case words joined by _, with digits, . and -")
         values = self.values
         if not values or not all(math.isfinite(value) for value in values):
             raise ValueError(
