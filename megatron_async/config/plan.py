@@ -95,7 +95,9 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
     source = config.old_logits.source
     masters = held.optimizer * _FP32 / (3 * _FP32 if width != _FP32 else 2 * _FP32)
     tensor = width * largest_tensor(shape)
-    gathered = 2 * max(EXPORT_BUCKET, tensor) + 2 * max(config.publish.bucket_bytes, tensor)
+    whole = publish_bytes(shape, config)  # no bucket is larger than the model
+    buckets = (max(EXPORT_BUCKET, tensor), max(config.publish.bucket_bytes, tensor))
+    gathered = sum(2 * min(size, whole) for size in buckets)
     needs = (
         ("weights", held.weights),
         ("gradients", held.gradients),

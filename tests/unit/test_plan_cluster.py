@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.config import ConfigError, LayoutConfig, check, from_dict
+from megatron_async.config import ConfigError, LayoutConfig, check, from_dict, load
 from megatron_async.config.estimate import GIB, memory_on_stage, parameters_of
 from megatron_async.config.hf import read_shape
 from megatron_async.config.placement import place, placement_problems
@@ -19,7 +19,7 @@ from megatron_async.engine.hf_weights import NameTable
 from megatron_async.planning import fake_world
 from megatron_async.planning.coverage import Coverage
 from megatron_async.planning.survey import survey
-from tests.unit.configs import make_checkpoint
+from tests.unit.configs import make_checkpoint, write_config
 from tools import plan_cluster
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes" / "models"
@@ -321,3 +321,11 @@ def test_the_tool_prints_the_plan_and_refuses(tmp_path, capsys):
     assert "trainer rank does not fit" in capsys.readouterr().err
     assert plan_cluster.main(["--config", str(file), "--set", "layout.world_size=3", *layout[2:]]) == 2
     assert "world_size 3 is not a multiple of expert 4" in capsys.readouterr().err
+
+
+def test_publishing_holds_no_more_than_the_model(tmp_path: Path) -> None:
+    """The export's bucket and the publisher's, each twice; of a tiny model each is the whole model."""
+    config = load(write_config(tmp_path))
+    shape = read_shape(config.model.path)
+    assert shape is not None
+    assert dict(trainer_budget(shape, config, 0).needs)["publishing"] == 4 * publish_bytes(shape, config)
