@@ -151,7 +151,7 @@ def load(model: TokenModel, folder: Path, *, num_steps: int, with_random_state: 
         chunk.load_state_dict(loaded["model"][index])
     if model.optimizer is not None:
         _load_optimizer(
-            model, {parameter: loaded["optimizer"][i] for i, parameter in enumerate(order)}, num_steps
+            model, {order[i]: held for i, held in loaded["optimizer"].items()}, num_steps
         )
     if with_random_state:
         _set_random_state(loaded["random"])
@@ -174,7 +174,7 @@ def load_average(model: TokenModel, folder: Path, average: list[Tensor]) -> None
     loaded = dist_checkpointing.load({"average": _templates(model_state, (_AVERAGE,))}, str(folder))[
         "average"
     ]
-    whole = {parameter: loaded[i][_AVERAGE] for i, parameter in enumerate(order)}
+    whole = {order[i]: held[_AVERAGE] for i, held in loaded.items()}
     for value, parameter, part in zip(average, *_master_order(model), strict=True):
         value.copy_(whole[parameter].flatten()[part].view_as(value))
 
@@ -220,12 +220,13 @@ def _described(entry: ShardedBase, kind: str, data: Tensor) -> ShardedBase:
 
 
 def _templates(model_state: dict[int, Any], kinds: tuple[str, ...]) -> dict[int, dict[str, ShardedBase]]:
-    """Where to load per-parameter fp32 tensors."""
+    """Where to load per-parameter fp32 tensors, by place in ``_parameters``; frozen parameters have none."""
     return {
         i: {
             kind: _described(entry, kind, torch.empty_like(entry.data, dtype=torch.float32)) for kind in kinds
         }
         for i, entry in enumerate(_sharded(model_state))
+        if entry.data.requires_grad
     }
 
 
@@ -237,25 +238,35 @@ def _saved_state(model: TokenModel, average: list[Tensor] | None) -> dict[str, A
     state: dict[str, Any] = {"model": model_state, "random": _random_state()}
     if model.optimizer is not None:
         initialise_states(model)
-        state["optimizer"] = _optimizer_state(model, model_state, dict(zip(KINDS, KINDS, strict=True)))
+        kinds = dict(zip(KINDS, KINDS, strict=True))
+        state["optimizer"] = _optimizer_state(model, model_state, kinds, Tensor.detach)
         if average is not None:
             with _contents_exchanged(model.masters(), average):
-                state["average"] = _optimizer_state(model, model_state, {"param": _AVERAGE})
+                state["average"] = _optimizer_state(model, model_state, {"param": _AVERAGE}, _copied)
     return state
 
 
-def _optimizer_state(model: TokenModel, model_state: dict[int, Any], keys: dict[str, str]) -> dict[int, Any]:
-    """Per inner optimiser and parameter, the kinds in ``keys`` under the names they map to."""
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _optimizer_state(
+    model: TokenModel, model_state: dict[int, Any], keys: dict[str, str], take: Callable[[Tensor], Tensor]
+) -> dict[int, Any]:
+    """Per inner optimiser and parameter, the kinds in ``keys`` under the names they map to.
+
+    take: what to make of a live state that is whole on this rank, as the shapes that a rank holds alone are.
+    """
     state: dict[int, Any] = {}
     entries = {entry.data: entry for entry in _sharded(model_state)}
     for index, inner in enumerate(_inner(model)):
-        if not isinstance(inner, DistributedOptimizer):
+        if not isinstance(inner, DistributedOptimizer) or inner.data_parallel_group.size() == 1:
             state[index] = [
                 {
-                    kind: _described(entries[p], name, held[kind].detach().clone())
+                    kind: _described(entries[p], name, take(held[kind]).view(p.shape))
                     for kind, name in keys.items()
                 }
-                for p, held in _plain_states(inner)
+                for p, _, held in _live_states_of(inner)
             ]
             continue
         # Megatron gathers the shards over data parallel ranks and gives them the parameters' shapes.
@@ -294,12 +305,16 @@ def _distributed_states(inner: DistributedOptimizer) -> Iterator[tuple[Tensor, s
         yield parameter, slice(held.start, held.end), inner._get_main_param_and_optimizer_states(parameter)
 
 
+def _live_states_of(inner: Any) -> Iterator[tuple[Tensor, slice, Moments]]:
+    if isinstance(inner, DistributedOptimizer):
+        yield from _distributed_states(inner)
+    else:
+        yield from ((parameter, slice(None), held) for parameter, held in _plain_states(inner))
+
+
 def _live_states(model: TokenModel) -> Iterator[tuple[Tensor, slice, Moments]]:
     for inner in _inner(model):
-        if isinstance(inner, DistributedOptimizer):
-            yield from _distributed_states(inner)
-        else:
-            yield from ((parameter, slice(None), held) for parameter, held in _plain_states(inner))
+        yield from _live_states_of(inner)
 
 
 @torch.no_grad()
