@@ -32,7 +32,7 @@ fi
 common=(--set "model.path=$warm/checkpoint" --set "seed=$seed")
 
 critic=()
-if ((pretrain_steps > 0)) && grep -q "name: gae" recipes/configs/sao_desk.yaml; then
+if ((pretrain_steps > 0)) && ! grep -qE 'advantage: *\{name: (grpo|running_mean|latest_mean)' "$config"; then
   recorded="${prefix}_recorded"
   if [[ ! -f "$recorded/critic/config.json" ]]; then
     # Critic-only steps: the policy stays what it is, so these are its own trajectories.
