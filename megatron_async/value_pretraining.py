@@ -50,7 +50,9 @@ def main(config: RunConfig) -> int:
     try:
         batches = _batches(learned, config.batch.trajectories, config.seed)
         metrics = (
-            MetricsWriter(config.run_path, tensorboard=config.observe.tensorboard) if dist.get_rank() == 0 else None
+            MetricsWriter(config.run_path, tensorboard=config.observe.tensorboard)
+            if dist.get_rank() == 0
+            else None
         )
         for step in range(config.steps):
             row = _learn(critic, config, next(batches))
@@ -72,7 +74,9 @@ def recorded_trajectories(config: RunConfig) -> list[Trajectory]:
     Raises UserError when no run is named, a folder is no run, or nothing is recorded.
     """
     if not config.critic.pretrain_runs:
-        raise UserError("critic.pretrain_runs is empty; name the folders of runs whose trajectories are to be learned")
+        raise UserError(
+            "critic.pretrain_runs is empty; name the folders of runs whose trajectories are to be learned"
+        )
     found: list[Trajectory] = []
     for run in config.critic.pretrain_runs:
         engine = make_engine(load(Path(run) / "config.yaml").bank_url)

@@ -38,7 +38,9 @@ def make_batch(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def estimate(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """What is timed: λ of every trajectory, advantages and returns."""
-    return skip_observation_gae(**batch, lam=length_adaptive_lambda(batch["action_mask"], batch["sequence_ids"]))
+    return skip_observation_gae(
+        **batch, lam=length_adaptive_lambda(batch["action_mask"], batch["sequence_ids"])
+    )
 
 
 def loop(batch: dict[str, torch.Tensor]) -> np.ndarray:

@@ -151,7 +151,9 @@ class TokenModel:
         hf = HFConfig.from_pretrained(model.path)
         config = transformer_config(hf, model, layout, trainer)
         chunks = cls.build_chunks(hf, config)
-        return cls(hf, config, chunks, optimizer, model_config=model, layout=layout, trainer=trainer, **options)
+        return cls(
+            hf, config, chunks, optimizer, model_config=model, layout=layout, trainer=trainer, **options
+        )
 
     # ---- what a subclass says ------------------------------------------------------------------------------------
 

@@ -67,16 +67,16 @@ def inspect_freezing(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     critic = build(directory, layout, CriticConfig(freeze="attention"), distributed=True, lr=1e-2)
     before = {name: tensor.clone() for name, tensor in critic.export() if tensor is not None}
     sequences = make_sequences()
-    results = [
-        critic.train_step(sequences, squared_error(sum(map(len, sequences)))) for _ in range(UPDATES)
-    ]
+    results = [critic.train_step(sequences, squared_error(sum(map(len, sequences)))) for _ in range(UPDATES)]
     after = {name: tensor.clone() for name, tensor in critic.export() if tensor is not None}
     optimizer, buffers = critic.optimizer, [buffer for chunk in critic.chunks for buffer in chunk.buffers]
     assert optimizer is not None
     owned = sum(master.numel() for master in critic.masters())
     held = torch.tensor([owned, _trainable(critic, layout)], dtype=torch.float64)
     dist.all_reduce(held)
-    buffered = {name for buffer in buffers for parameter in buffer.params for name in _names(critic, parameter)}
+    buffered = {
+        name for buffer in buffers for parameter in buffer.params for name in _names(critic, parameter)
+    }
     return {
         "moved": sorted(name for name, tensor in before.items() if not torch.equal(tensor, after[name])),
         "kept": sorted(name for name, tensor in before.items() if torch.equal(tensor, after[name])),
@@ -109,7 +109,11 @@ def inspect_saving(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     """A critic from the language model starts at 0; saved and loaded again it gives the same bits."""
     trainer = TrainerConfig(micro_batch_tokens=48)
     fresh = Critic.build(
-        ModelConfig(path=str(directory / "model"), dtype="float32"), layout, trainer, None, critic=CriticConfig()
+        ModelConfig(path=str(directory / "model"), dtype="float32"),
+        layout,
+        trainer,
+        None,
+        critic=CriticConfig(),
     )
     started = float(max(np.abs(value).max() for value in fresh.values(make_sequences()).before))
     trained = build(directory, layout, CriticConfig(), distributed=True, lr=1e-2)
@@ -130,13 +134,16 @@ def inspect_saving(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
 def inspect_resuming(directory: Path, layout: LayoutConfig) -> dict[str, Any]:
     """A critic saved after two updates and loaded into another goes on bit for bit."""
     own, other = (
-        build(directory, layout, CriticConfig(freeze="attention"), distributed=True, lr=1e-2) for _ in range(2)
+        build(directory, layout, CriticConfig(freeze="attention"), distributed=True, lr=1e-2)
+        for _ in range(2)
     )
     sequences = make_sequences()
     loss = squared_error(sum(map(len, sequences)))
     for _ in range(2):
         own.train_step(sequences, loss)
-    folder = directory / f"generation_{layout.tensor_model_parallel_size}_{layout.pipeline_model_parallel_size}"
+    folder = (
+        directory / f"generation_{layout.tensor_model_parallel_size}_{layout.pipeline_model_parallel_size}"
+    )
     folder /= f"{layout.context_parallel_size}_{layout.expert_model_parallel_size}"
     checkpoint.ShardedWriter(asynchronous=False).begin(own, folder, lambda: None)
     checkpoint.load(other, folder, num_steps=2)

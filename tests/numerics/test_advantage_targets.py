@@ -99,9 +99,15 @@ def test_step_values_make_a_turn_one_decision(kind: str) -> None:
         own = episodes.sequence_ids == index
         turns = [own & (episodes.turn_ids == turn) for turn in range(int(episodes.turn_ids[own].max()) + 1)]
         values = [
-            float(episodes.values[turn].mean() if kind == "mean" else episodes.values[turn][-1]) for turn in turns
+            float(episodes.values[turn].mean() if kind == "mean" else episodes.values[turn][-1])
+            for turn in turns
         ]
-        lam, carried, following, reward = 1 - 1 / (1.5 * len(turns)), 0.0, 0.0, float(episodes.rewards[own].sum())
+        lam, carried, following, reward = (
+            1 - 1 / (1.5 * len(turns)),
+            0.0,
+            0.0,
+            float(episodes.rewards[own].sum()),
+        )
         for turn, value in zip(reversed(turns), reversed(values), strict=True):
             carried = reward + 0.97 * following - value + 0.97 * lam * carried
             following, reward = value, 0.0

@@ -146,7 +146,9 @@ def test_episodes_carry_reward_turns_and_truncation() -> None:
     again.append_context([5])
     again.finish(Status.TRUNCATED, reward=0.5, info={})
     trajectories = [done, again]
-    values = Values([np.zeros(len(t.token_ids), np.float32) for t in trajectories], np.array([1.0, 2.0], np.float32))
+    values = Values(
+        [np.zeros(len(t.token_ids), np.float32) for t in trajectories], np.array([1.0, 2.0], np.float32)
+    )
     episodes = to_episodes(trajectories, values)
     start = len(done.token_ids)
     assert episodes.rewards[start:].tolist() == [0.0, 0.0, 0.0, 0.0, 0.5]

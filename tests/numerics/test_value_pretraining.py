@@ -33,7 +33,9 @@ def recorded(checkpoint: Path, tmp_path: Path) -> Path:
     return config.run_path
 
 
-def test_a_pretrained_critic_knows_the_recorded_rewards(checkpoint: Path, recorded: Path, tmp_path: Path) -> None:
+def test_a_pretrained_critic_knows_the_recorded_rewards(
+    checkpoint: Path, recorded: Path, tmp_path: Path
+) -> None:
     learning = configuration(checkpoint, pretrain_runs=[str(recorded)], lr=1e-2)
     config = replace(learning, run_dir=str(tmp_path), name="values", steps=40)
     assert value_pretraining.main(config) == 0

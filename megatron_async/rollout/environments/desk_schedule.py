@@ -34,7 +34,9 @@ def parse_schedule(entries: object) -> tuple[Phase, ...]:
             raise ValueError(f"desk schedule: phase {number} is {entry!r}; give policy and tasks")
         tasks = entry.get("tasks")
         if tasks is None and number < len(entries) - 1:
-            raise ValueError(f"desk schedule: phase {number} of {len(entries)} needs tasks, only the last goes on")
+            raise ValueError(
+                f"desk schedule: phase {number} of {len(entries)} needs tasks, only the last goes on"
+            )
         if tasks is not None and (not isinstance(tasks, int) or tasks < 1):
             raise ValueError(f"desk schedule: phase {number} has tasks {tasks!r}; it must be at least 1")
         phases.append(Phase(policy_from(entry["policy"]), tasks))
