@@ -21,6 +21,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
 
 Handler = Callable[[argparse.Namespace], int]
 if TYPE_CHECKING:
@@ -243,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _mendable() as error:
         print(f"megatron-async {arguments.command}: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:  # before, or in a command without, a stop of its own
+        print(f"megatron-async {arguments.command}: interrupted", file=sys.stderr)  # noqa: T201
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # `megatron-async report RUN | head`: the reader has seen enough.
         sys.stderr.close()

@@ -113,6 +113,15 @@ def test_defects_keep_their_traceback(monkeypatch):
         cli.main(["report", "runs/x"])
 
 
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_report", interrupted)
+    assert cli.main(["report", "runs/x"]) == 130
+    assert capsys.readouterr().err == "megatron-async report: interrupted\n"
+
+
 def test_errors_of_the_bridge_are_messages_too(monkeypatch, capsys):
     from sglang_bridge.errors import EngineStartError
 
