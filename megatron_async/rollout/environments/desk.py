@@ -190,11 +190,15 @@ def build(options: Mapping[str, Any], split: Split, seed: int) -> DeskTasks | Sc
         )
     if "schedule" not in options:
         if "stated" in options:
-            raise ValueError("desk: the option stated belongs to a schedule; without one the policy is stated")
+            raise ValueError(
+                "desk: the option stated belongs to a schedule; without one the policy is stated"
+            )
         pool = options.get("pool", TRAIN_TASKS)
         if not isinstance(pool, int) or not 1 <= pool <= TRAIN_TASKS:
             raise ValueError(f"desk: pool is {pool!r}; it is a number of tasks from 1 to {TRAIN_TASKS}")
         return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed, pool)
     if "policy" in options or "pool" in options:
         raise ValueError("desk: give either policy (and pool) or schedule, whose phases name their policies")
-    return ScheduledDeskTasks(split, parse_schedule(options["schedule"]), seed, bool(options.get("stated", True)))
+    return ScheduledDeskTasks(
+        split, parse_schedule(options["schedule"]), seed, bool(options.get("stated", True))
+    )
