@@ -10,17 +10,21 @@ process shares memory with this one until one of them writes. The synchronous sa
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megatron_async.engine import checkpoint, platform
+from megatron_async.engine.hf_config import HFConfig
+from megatron_async.engine.hf_weights import NameTable
 from megatron_async.engine.policy import Policy
-from tests.engine_reference import Qwen3Config, Qwen3ForCausalLM
 from tools.benchmark_rows import Row, write_rows
 
 REPEATS = 3
@@ -29,11 +33,17 @@ VOCABULARY = 32_000
 
 def build(folder: Path, hidden: int, layers: int) -> Policy:
     """A dense policy with random weights, and an optimiser whose states exist."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64, head_dim=64, intermediate_size=4 * hidden, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    folder.mkdir()
+    config = {
+        "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64,
+        "intermediate_size": 4 * hidden, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = NameTable(HFConfig.from_pretrained(folder)).rows
+    weights = {row.hf_name: torch.randn(row.shape).mul_(0.02).bfloat16() for row in rows}
+    save_file(weights, folder / "model.safetensors")
     model = ModelConfig(path=str(folder), dtype="bfloat16")
     policy = Policy.build(model, LayoutConfig(), TrainerConfig(), OptimizerConfig())
     checkpoint.initialise_states(policy)
