@@ -95,7 +95,7 @@ def _sft(arguments: argparse.Namespace) -> int:
     config = _configuration(arguments, warns=False)
     from megatron_async import launch
 
-    return launch.sft(config)
+    return launch.sft(config, fresh=arguments.fresh)
 
 
 def _pretrain_critic(arguments: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def _pretrain_critic(arguments: argparse.Namespace) -> int:
     config = _configuration(arguments, warns=False)
     from megatron_async import launch
 
-    return launch.pretrain_critic(config)
+    return launch.pretrain_critic(config, fresh=arguments.fresh)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -206,7 +206,12 @@ def build_parser() -> argparse.ArgumentParser:
             "success on held-out tasks, on the engines of a run that launch or serve started",
         ),
     ):
-        _add_config(_command(commands, name, handler, text))
+        command = _command(commands, name, handler, text)
+        _add_config(command)
+        if name in ("sft", "pretrain-critic"):
+            command.add_argument(
+                "--fresh", action="store_true", help="delete what an earlier run of the same name left"
+            )
     doctor = _command(
         commands, "doctor", _doctor, "check this machine: Python, packages, ports, memory, disk, GPUs"
     )

@@ -83,7 +83,7 @@ def check_environment(config: RunConfig) -> None:
         )
 
 
-def sft(config: RunConfig) -> int:
+def sft(config: RunConfig, *, fresh: bool = False) -> int:
     """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
     check_environment(config)
     wanted, needed = config.warm_start.demonstrations, config.batch.trajectories
@@ -92,18 +92,21 @@ def sft(config: RunConfig) -> int:
             f"warm_start.demonstrations: {wanted} do not fill one batch of groups {config.batch.groups} * group_size "
             f"{config.batch.group_size} = {needed}; raise the first or lower the second"
         )
-    return _trainer_alone(config, "sft", "warm start", "action_loss", RunFiles(config.run_path).checkpoint)
+    output = RunFiles(config.run_path).checkpoint
+    return _trainer_alone(config, "sft", "warm start", "action_loss", output, fresh)
 
 
-def pretrain_critic(config: RunConfig) -> int:
+def pretrain_critic(config: RunConfig, *, fresh: bool = False) -> int:
     """Value pre-training alone, as `sft`."""
     output = RunFiles(config.run_path).critic
-    return _trainer_alone(config, "pretrain-critic", "critic", "critic/explained_variance", output)
+    return _trainer_alone(config, "pretrain-critic", "critic", "critic/explained_variance", output, fresh)
 
 
-def _trainer_alone(config: RunConfig, command: str, name: str, metric: str, output: Path) -> int:
+def _trainer_alone(
+    config: RunConfig, command: str, name: str, metric: str, output: Path, fresh: bool
+) -> int:
     with claimed(config.run_path):
-        files = create_folder(config, fresh=True)
+        files = create_folder(config, fresh=fresh)
         part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
         return _watched(part, name, metric, config, output)
 

@@ -33,7 +33,7 @@ if [[ ! -f "$warm_start/checkpoint/config.json" ]]; then
     --config recipes/configs/quickstart_warm_start.yaml
     --set "name=${name}_warm_start" --set "model.path=$model" --set "seed=$seed"
   )
-  "$python" -m megatron_async sft "${warm_arguments[@]}"
+  "$python" -m megatron_async sft --fresh "${warm_arguments[@]}"  # what an interrupted one left is of no use
 fi
 
 fresh=(--fresh)

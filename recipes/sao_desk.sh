@@ -26,7 +26,7 @@ run() { "$python" -m megatron_async "$@"; }
 warm="${prefix}_warm_start"
 if [[ ! -f "$warm/checkpoint/config.json" ]]; then
   "$python" tools/make_tiny_checkpoint.py --out "${prefix}_model" --seed "$seed"
-  run sft --config recipes/configs/quickstart_warm_start.yaml \
+  run sft --fresh --config recipes/configs/quickstart_warm_start.yaml \
     --set "name=$(basename "$warm")" --set "model.path=${prefix}_model" --set "seed=$seed"
 fi
 common=(--set "model.path=$warm/checkpoint" --set "seed=$seed")
@@ -38,7 +38,7 @@ if ((pretrain_steps > 0)) && ! grep -qE 'advantage: *\{name: (grpo|running_mean|
     # Critic-only steps: the policy stays what it is, so these are its own trajectories.
     run launch --fresh --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$recorded")" \
       --set steps=11 --set critic.warmup_steps=10 --set evaluation.tasks=1
-    run pretrain-critic --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$recorded")_values" \
+    run pretrain-critic --fresh --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$recorded")_values" \
       --set "steps=$pretrain_steps" --set "critic.pretrain_runs=[$recorded]"
     mv "${recorded}_values/critic" "$recorded/critic"
   fi

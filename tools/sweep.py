@@ -164,7 +164,7 @@ def warm_start(config: RunConfig) -> Path:
         write_tiny_checkpoint(model, config.seed, TinyShape())
         config = replace(config, model=replace(config.model, path=str(model)))
     logger.info("warm start of seed %d", config.seed)
-    if launch.sft(config) == launch.EXIT_STOPPED:
+    if launch.sft(config, fresh=True) == launch.EXIT_STOPPED:
         raise KeyboardInterrupt
     complete.touch()  # a kill before this line leaves half a checkpoint, which is made again
     return files.checkpoint

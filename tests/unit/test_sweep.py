@@ -203,7 +203,7 @@ def test_two_processes_do_not_share_a_sweep(file: Path, job: FakeJob) -> None:
 def test_one_warm_start_for_all_runs_of_a_seed(file: Path, job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def sft(config: RunConfig) -> int:
+    def sft(config: RunConfig, *, fresh: bool) -> int:
         made.append(config)
         write_tiny_checkpoint(config.run_path / "checkpoint", config.seed, TinyShape())
         return 0
