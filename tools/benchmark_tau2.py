@@ -5,7 +5,7 @@ gold_*             tasks whose gold actions, replayed through the adapter with t
 episode_cpu_ratio  CPU seconds per episode, 64 episodes at once, against the benchmark's own orchestrator and evaluator
                    playing the same conversations one after the other; participants answer at once in both, so neither
                    side pays for HTTP or a model
-episode_memory     resident memory added per open episode
+episode_memory     memory added per open episode, database records shared
 
     python -m tools.benchmark_tau2 --write                    # about ten minutes of CPU
     python -m tools.benchmark_tau2 --only cpu --write         # under a minute
@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
-
-import psutil
 
 from megatron_async.config.schema import EnvironmentConfig
 from megatron_async.rollout.environments import AssistantTurn, ToolCall, build_task_source
@@ -43,7 +42,9 @@ def main() -> None:
     if args.only in ("all", "gold"):
         rows += [gold(figure, *GOLD[figure], limit=args.limit) for figure in GOLD]
     if args.only in ("all", "cpu"):
-        rows += cost()
+        rows += [cost()]
+    if args.only in ("all", "cpu", "memory"):
+        rows += [memory()]
     for row in rows:
         print(f"{row.figure}: {row.value} {row.unit} (goal {row.goal or 'none'}) {row.conditions}")
     if args.write and not args.limit:
@@ -54,7 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("all", "gold", "cpu"), default="all")
+    parser.add_argument("--only", choices=("all", "gold", "cpu", "memory"), default="all")
     parser.add_argument("--limit", type=int, default=0, help="first tasks only, for a trial; writes nothing")
     parser.add_argument("--write", action="store_true", help="keep the figures in docs/benchmarks/tau2.json")
     return parser.parse_args()
@@ -113,11 +114,16 @@ async def play(environment: Tau2Environment, turns: list[Any]) -> float:
 # ------------------------------------------------------------------ cost
 
 
-def cost() -> list[Row]:
-    """CPU and memory per episode, over a mixture of the three domains."""
+def mixed() -> tuple[dict[str, Tau2Tasks], list[tuple[str, int]]]:
+    """(tasks by domain, the episodes as (domain, index)): the three domains in turns."""
     sources = {name: tasks(name, False, "base") for name in ("airline", "retail", "telecom")}
     share = EPISODES // len(sources) + 1
-    mixture = [(name, index) for index in range(share) for name in sources][:EPISODES]
+    return sources, [(name, index) for index in range(share) for name in sources][:EPISODES]
+
+
+def cost() -> Row:
+    """CPU per episode."""
+    sources, mixture = mixed()
 
     def ours() -> None:
         async def together() -> None:
@@ -132,15 +138,11 @@ def cost() -> list[Row]:
 
     _forget_gold(sources)
     fast, slow = _cpu(ours), _cpu(theirs)
-    megabytes = memory(sources, mixture)
     conditions = (
         f"{EPISODES} episodes at once, airline, retail and telecom in turns, gold conversations, gold states not yet "
         f"known; {1000 * fast / EPISODES:.1f} ms against {1000 * slow / EPISODES:.1f} ms of CPU per episode"
     )
-    return [
-        Row("episode_cpu_ratio", round(fast / slow, 4), "", "<= 0.5", conditions),
-        Row("episode_memory", round(megabytes, 2), "MiB", "", f"{EPISODES} open episodes, same mixture"),
-    ]
+    return Row("episode_cpu_ratio", round(fast / slow, 4), "", "<= 0.5", conditions)
 
 
 def benchmark_episode(source: Tau2Tasks, index: int) -> float:
@@ -182,17 +184,24 @@ def benchmark_episode(source: Tau2Tasks, index: int) -> float:
     return float(verdict.reward)
 
 
-def memory(sources: dict[str, Tau2Tasks], mixture: list[tuple[str, int]]) -> float:
-    """MiB of resident memory per episode that has been started and not finished."""
-    process = psutil.Process()
+def memory() -> Row:
+    """Memory per episode that has been started and not finished."""
+    sources, mixture = mixed()
 
     async def hold() -> float:
-        before = process.memory_info().rss
+        # Python's own count: resident memory also moves with what earlier work has left free.
+        before, _ = tracemalloc.get_traced_memory()
         environments = [sources[name].environment(sources[name].task(i)) for name, i in mixture]
         await asyncio.gather(*(environment.reset() for environment in environments))
-        return float(process.memory_info().rss - before) / 2**20 / len(environments)
+        after, _ = tracemalloc.get_traced_memory()
+        return (after - before) / 2**20 / len(environments)
 
-    return asyncio.run(hold())
+    tracemalloc.start()
+    try:
+        mebibytes = asyncio.run(hold())
+    finally:
+        tracemalloc.stop()
+    return Row("episode_memory", round(mebibytes, 3), "MiB", "", f"{EPISODES} open episodes, same mixture")
 
 
 def _said(package: Any, kind: str, role: str, said: Any) -> Any:
