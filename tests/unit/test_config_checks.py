@@ -200,9 +200,14 @@ def test_a_port_in_use_is_named_only_when_engines_are_started(tmp_path):
     assert "outside [1, 65535]" in problems(tmp_path, "engines.base_port=65535", "engines.count=2")
 
 
-@pytest.mark.parametrize(
-    "recipe", sorted((ROOT / "recipes" / "configs").rglob("*.yaml")), ids=lambda path: path.name
-)
+CPU_RECIPES = [
+    path
+    for path in sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
+    if not path.name.startswith("qwen3_")  # completed by their scripts and the real model's shape: test_recipes
+]
+
+
+@pytest.mark.parametrize("recipe", CPU_RECIPES, ids=lambda path: path.name)
 def test_recipes_are_legal(tmp_path, recipe):
     """With a checkpoint of the recipe's kind in place, no recipe is refused."""
     path = make_checkpoint(tmp_path / "model")
