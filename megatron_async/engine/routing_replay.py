@@ -118,7 +118,12 @@ class RoutingReplay:
         ]
 
     def screened(self, sequences: list[Sequence]) -> list[Sequence]:
-        """The same sequences, without the records that cannot be replayed; counted."""
+        """The same sequences, without the records that cannot be replayed; counted.
+
+        A pass in which nothing has a record (the prompt that verifies a publish) has nothing to replay or to count.
+        """
+        if all(sequence.routed_experts is None for sequence in sequences):
+            return sequences
         usable = [self._usable(sequence) for sequence in sequences]
         self._tally.sequences += len(sequences)
         self._tally.replayed += sum(usable)
