@@ -25,6 +25,7 @@ from megatron_async.trajectory import Trajectory
 from tools.benchmark_rows import Row, write_rows
 
 MOST = 2000
+COMMAND = "python -m tools.benchmark_routing_replay runs/NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,13 @@ def main() -> None:
     platform.shutdown()
     setting = f"{config.model.dtype}, live SGLang, {len(trajectories)} trajectories, {found.tokens} action tokens"
     rows = [
-        Row("replay_disagreement_native", found.disagreement_native, "", "", setting),
-        Row("replay_disagreement_replayed", found.disagreement_replayed, "", "<= 0", setting),
+        Row("replay_disagreement_native", found.disagreement_native, "", "", setting, COMMAND),
+        Row("replay_disagreement_replayed", found.disagreement_replayed, "", "<= 0", setting, COMMAND),
     ]
     for name, values in (("native", found.discrepancy_native), ("replayed", found.discrepancy_replayed)):
-        rows.append(Row(f"replay_log_discrepancy_mean_{name}", float(values.mean()), "nats", "", setting))
-        rows.append(Row(f"replay_log_discrepancy_p99_{name}", float(np.quantile(values, 0.99)), "nats", "", setting))
+        rows.append(Row(f"replay_log_discrepancy_mean_{name}", float(values.mean()), "nats", "", setting, COMMAND))
+        tail = float(np.quantile(values, 0.99))
+        rows.append(Row(f"replay_log_discrepancy_p99_{name}", tail, "nats", "", setting, COMMAND))
     for row in rows:
         print(f"{row.figure}: {row.value} {row.unit}  ({row.conditions})")
     if not options.no_rows:
