@@ -13,10 +13,10 @@ from megatron_async.engine.policy import TrainStepResult
 from megatron_async.engine.sequences import Sequence
 from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
-from megatron_async.training.batch import Batch, IdleWork, to_sequences, unrewarded_sequences, with_arrays
+from megatron_async.training.batch import Batch, IdleWork, to_sequences, unrewarded_sequences
 from megatron_async.training.checkpointing import Stateful
 from megatron_async.training.credit import build_credit
-from megatron_async.training.loss import batch_state, global_counts, policy_loss
+from megatron_async.training.loss import train_in_parts
 from megatron_async.training.metrics import active_fraction
 from megatron_async.training.publishing import Published
 from megatron_async.training.session import Session
@@ -97,16 +97,8 @@ class Loop:
 
     def update(self, sequences: list[Sequence], anchors: AnchorLogprobs) -> list[TrainStepResult]:
         """`updates_per_batch` optimiser steps on disjoint parts of the batch; none for a batch without any signal."""
-        if not sequences:
-            return []
-        parts, whole = self.config.trainer.updates_per_batch, with_arrays(sequences, anchors)
-        needs_state = "batch_statistics" in self.objective.needs
-        state = batch_state(self.objective, whole, anchors.required_start()) if needs_state else None
-        return [
-            self.session.policy.train_step(part, policy_loss(self.objective, global_counts(part), state))
-            for part in (whole[i::parts] for i in range(parts))
-            if part
-        ]
+        parts = self.config.trainer.updates_per_batch
+        return train_in_parts(self.session.policy, self.objective, sequences, anchors, parts)
 
     def advance(self, step: int, results: list[TrainStepResult]) -> Published | None:
         """The updated weights become the next version: recorded, kept in the history, published when due."""

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_async.engine.policy import Policy, TrainStepResult
 from megatron_async.engine.sequences import Packed, Sequence
 from megatron_async.objectives import BatchState, Normaliser, Objective, TokenBatch
+from megatron_async.old_logits import AnchorLogprobs
+from megatron_async.training.batch import with_arrays
 
 LossFunction = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -73,6 +76,26 @@ def policy_loss(
         }
 
     return loss
+
+
+def train_in_parts(
+    policy: Policy, objective: Objective, sequences: list[Sequence], anchors: AnchorLogprobs, parts: int
+) -> list[TrainStepResult]:
+    """One optimiser step on each of `parts` disjoint parts of the batch; none for a batch without sequences.
+
+    Each part is the global batch of its step: its own denominators, and its own statistics where the objective needs
+    them.
+    """
+    whole = with_arrays(sequences, anchors)
+    needs_state = "batch_statistics" in objective.needs
+    start = anchors.required_start() if needs_state and whole else []
+    results = []
+    for first in range(parts):
+        part = whole[first::parts]
+        if part:
+            state = batch_state(objective, part, start[first::parts]) if needs_state else None
+            results.append(policy.train_step(part, policy_loss(objective, global_counts(part), state)))
+    return results
 
 
 def supervised_loss(actions: int, context: int, context_weight: float) -> LossFunction:
