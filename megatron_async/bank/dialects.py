@@ -7,6 +7,8 @@ PostgreSQL: READ COMMITTED with row locks; rows another transaction holds are sk
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
@@ -115,12 +117,29 @@ def _prepare_sqlite(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # transactions begin where SQLAlchemy says, see _begin_sqlite
     for pragma in (
         f"busy_timeout = {LOCK_TIMEOUT_S * 1000}",
-        "journal_mode = WAL",
         "synchronous = FULL",
         "foreign_keys = ON",
         f"cache_size = -{SQLITE_CACHE_KIB}",
     ):
         connection.execute(f"PRAGMA {pragma}")
+    _use_write_ahead_log(connection)
+
+
+def _use_write_ahead_log(connection: Any) -> None:
+    """Switch a new database to write-ahead logging; one that has it already is only asked.
+
+    Two connections that switch at the same moment hold a read lock each and want to write: SQLite answers one of them
+    "database is locked" at once, whatever the busy timeout, since waiting could not end. It tries again here.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _begin_sqlite(conn: Connection) -> None:
