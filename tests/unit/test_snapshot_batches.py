@@ -92,7 +92,10 @@ def test_only_the_exact_anchor_has_goals() -> None:
     from argparse import Namespace
 
     found = by_gap([metrics({"gap_0": 10, "gap_1": 10}, 1.0)])
-    made = {row.figure: row for row in rows({"start": found, "snapshot": found}, Namespace(lr=1e-5, steps=1))}
+    of = Namespace(lr=1e-5, steps=1, lag=9)
+    made = {row.figure: row for row in rows({"start": found, "snapshot": found}, of)}
     assert made["mask_pass_by_gap_start"].goal == ""
     assert made["mask_pass_by_gap_snapshot"].passed
     assert made["exact_noise_growth"].value == 1.0
+    assert made["active_by_gap_snapshot"].value == [0.5, 0.5]
+    assert made["log_discrepancy_by_gap_start"].value == [1e-6, 1e-6]
