@@ -116,7 +116,17 @@ class Bank:
         FINISHED: it waits to be trained. FAILED: its status is a failure, or it has no reward or no action token;
         its group then needs another member. FILTERED: its group was done without it.
         """
-        return self._write(lambda conn: collecting.finish(conn, trajectory, ledger.newest_version(conn)))
+        return self.finish_trajectories([trajectory])[0]
+
+    def finish_trajectories(self, batch: Sequence[Trajectory]) -> list[State]:
+        """`finish_trajectory` for many in one transaction: one sync of the disk for all of them, or none recorded."""
+
+        def work(conn: Connection) -> list[State]:
+            newest = ledger.newest_version(conn)
+            groups.lock_all(conn, {trajectory.group_id for trajectory in batch})
+            return [collecting.finish(conn, trajectory, newest) for trajectory in batch]
+
+        return self._write(work)
 
     def list_running(self) -> list[Trajectory]:
         """Running trajectories as last written down, oldest first; after a kill these are the partial ones."""

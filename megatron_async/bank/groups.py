@@ -7,7 +7,7 @@ A group is *complete* when the wanted number of members waits, or when it was cl
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,12 @@ def lock(conn: Connection, position: int) -> Row[Any]:
     row = _locked(conn, groups.c.position == position)
     assert row is not None
     return row
+
+
+def lock_all(conn: Connection, group_ids: Collection[str]) -> None:
+    """Lock groups before any other row, in one order for everybody: who takes them one by one would meet others."""
+    chosen = select(groups.c.position).where(groups.c.group_id.in_(group_ids)).order_by(groups.c.position)
+    conn.execute(chosen.with_for_update()).all()
 
 
 def adjust(

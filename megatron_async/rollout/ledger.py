@@ -1,7 +1,8 @@
 """The rollout's side of the bank: every call on one thread of its own, so that the event loop never waits for a disk.
 
 Invariants
-- Calls reach the bank one after another in the order in which they were made.
+- Calls reach the bank one after another in the order in which they were made; only the record of a finished
+  trajectory may overtake others, to share a transaction with one before it.
 - A look counts trajectories before it reads the version. If a step is committed in between, the step's trajectories
   are counted although its version is already the new one, which makes admission too strict for a moment, never too
   generous.
@@ -10,12 +11,13 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.bank import Bank, BankError, OpenGroup, State
 from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.trajectory import Trajectory
 
@@ -43,12 +45,21 @@ class BankView:
     finished: bool
 
 
+@dataclass(slots=True)
+class _Ending:
+    """A finished trajectory on its way into the bank. outcome: what the bank said of it, None before that."""
+
+    trajectory: Trajectory
+    outcome: State | BankError | None = None
+
+
 class Ledger:
     """Asynchronous access to a `Bank` for one rollout; `cursor_name` keeps the place in the stream of prompts."""
 
     def __init__(self, bank: Bank, cursor_name: str = "prompts/train") -> None:
         self._bank = bank
         self._cursor_name = cursor_name
+        self._endings: deque[_Ending] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bank")
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -86,8 +97,41 @@ class Ledger:
         await self._call(lambda: self._bank.start_trajectories(trajectories, place))
 
     async def finish(self, trajectory: Trajectory) -> State:
-        """Record a finished trajectory; returns the state it got (finished, failed, or filtered as surplus)."""
-        return await self._call(lambda: self._bank.finish_trajectory(trajectory))
+        """Record a finished trajectory; returns the state it got (finished, failed, or filtered as surplus).
+
+        Those that finish while the disk syncs for another are recorded together: a sync costs more than a row.
+        """
+        ending = _Ending(trajectory)
+        self._endings.append(ending)
+        return await self._call(lambda: self._record(ending))
+
+    def _record(self, ending: _Ending) -> State:
+        if ending.outcome is None:
+            batch = list(self._endings)
+            try:
+                states = self._bank.finish_trajectories([each.trajectory for each in batch])
+            except BankError as error:
+                self._record_apart(batch, error)
+            else:
+                for each, state in zip(batch, states, strict=True):
+                    each.outcome = state
+            for _ in batch:
+                self._endings.popleft()
+        assert ending.outcome is not None
+        if isinstance(ending.outcome, BankError):
+            raise ending.outcome
+        return ending.outcome
+
+    def _record_apart(self, batch: Sequence[_Ending], error: BankError) -> None:
+        """One trajectory that the bank refuses must not keep the others out."""
+        if len(batch) == 1:
+            batch[0].outcome = error
+            return
+        for each in batch:
+            try:
+                each.outcome = self._bank.finish_trajectory(each.trajectory)
+            except BankError as refused:
+                each.outcome = refused
 
     async def give_up(self, group: str, trajectory_ids: Sequence[str], reason: str) -> None:
         """Give a group up: its running members fail, its finished ones leave the queue."""
