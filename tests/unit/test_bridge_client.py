@@ -128,12 +128,12 @@ def test_a_slow_drip_is_no_silence() -> None:
         response = web.StreamResponse()
         await response.prepare(request)
         for item in GOOD:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
             await response.write(f"data: {json.dumps(item)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    assert len(against(ScriptedEndpoint(drip), stream, stall_s=0.4).output_ids) == 4
+    assert len(against(ScriptedEndpoint(drip), stream, stall_s=1.4).output_ids) == 4
 
 
 def test_an_http_error_carries_status_and_message() -> None:
@@ -201,7 +201,7 @@ def test_cancelling_a_request_closes_its_connection() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await stream(client)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await closed.wait()
         return True
 
