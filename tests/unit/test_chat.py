@@ -17,8 +17,9 @@ from transformers import AutoTokenizer
 from megatron_async.rollout.chat import ChatFormat, ChatFormatError
 from megatron_async.rollout.environments import Message, ToolCall
 from megatron_async.rollout.environments.desk_policy import DeskPolicy
-from megatron_async.rollout.environments.desk_tokenizer import CHAT_TEMPLATE, build_tokenizer
+from megatron_async.rollout.environments.desk_tokenizer import build_tokenizer
 from megatron_async.rollout.environments.desk_world import TOOLS
+from megatron_async.rollout.environments.small_tokenizer import CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Tiny Qwen3 checkpoints in the published Hugging Face layout, with the desk's tokenizer, to start a run from.
+"""Tiny Qwen3 checkpoints in the published Hugging Face layout, with the desk's tokenizer or another small one, to start
+a run from.
 
 Invariants
 - The files are what a published Qwen3 or Qwen3-MoE checkpoint holds: per-expert tensor names, `num_experts` and
@@ -11,24 +12,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
 
-from megatron_async.rollout.environments.desk_tokenizer import (
-    CONTEXT_LENGTH,
-    VOCABULARY_SIZE,
-    build_tokenizer,
-)
+from megatron_async.rollout.environments.desk_tokenizer import VOCABULARY_SIZE, build_tokenizer
+from megatron_async.rollout.environments.small_tokenizer import CONTEXT_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Sizes of a tiny Qwen3. With `experts` 0 it is dense, and its MLP `expert_hidden` * `experts_per_token` wide."""
+    """Sizes of a tiny Qwen3. With `experts` 0 it is dense, and its MLP `expert_hidden` * `experts_per_token` wide.
+    `vocabulary` is the tokenizer's: `write_tiny_checkpoint` sets it."""
 
     hidden: int = 64
     layers: int = 3
@@ -39,6 +39,7 @@ class TinyShape:
     experts_per_token: int = 2
     expert_hidden: int = 64
     tied_embeddings: bool = False
+    vocabulary: int = VOCABULARY_SIZE
 
     def __post_init__(self) -> None:
         if self.heads % self.key_value_heads:
@@ -58,15 +59,18 @@ class TinyShape:
         return self.expert_hidden * self.experts_per_token
 
 
-def write_tiny_checkpoint(out: Path, seed: int, shape: TinyShape = TinyShape()) -> int:
+def write_tiny_checkpoint(
+    out: Path, seed: int, shape: TinyShape = TinyShape(), tokenizer: PreTrainedTokenizerFast | None = None
+) -> int:
     """Write a randomly initialised checkpoint (float32) with tokenizer and chat template; returns its parameter count.
 
-    Raises FileExistsError when `out` already holds a checkpoint.
+    tokenizer: None for the desk's. Raises FileExistsError when `out` already holds a checkpoint.
     """
     if (out / "config.json").exists():
         raise FileExistsError(f"{out} already holds a checkpoint: choose another directory or remove it")
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    tokenizer = tokenizer or build_tokenizer()
+    shape = replace(shape, vocabulary=len(tokenizer))
     tokenizer.save_pretrained(str(out))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     _write_json(out / "config.json", config(shape) | ids)
@@ -79,7 +83,7 @@ def write_tiny_checkpoint(out: Path, seed: int, shape: TinyShape = TinyShape()) 
 def config(shape: TinyShape) -> dict[str, Any]:
     """config.json in the published form, without token ids."""
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY_SIZE,
+        "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.dense_hidden,
         "num_hidden_layers": shape.layers,
@@ -141,7 +145,7 @@ def initial_tensors(shape: TinyShape, seed: int) -> dict[str, npt.NDArray[np.flo
 def tensor_shapes(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every tensor, in the order of the model."""
     hidden, head = shape.hidden, shape.head_dim
-    yield "model.embed_tokens.weight", (VOCABULARY_SIZE, hidden)
+    yield "model.embed_tokens.weight", (shape.vocabulary, hidden)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
@@ -160,7 +164,7 @@ def tensor_shapes(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from _mlp(f"{prefix}.mlp", hidden, shape.dense_hidden)
     yield "model.norm.weight", (hidden,)
     if not shape.tied_embeddings:
-        yield "lm_head.weight", (VOCABULARY_SIZE, hidden)
+        yield "lm_head.weight", (shape.vocabulary, hidden)
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
