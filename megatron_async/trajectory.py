@@ -17,6 +17,7 @@ text (ids are the truth).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -197,6 +198,15 @@ class Trajectory:
             self._routed = self._routed[: max(start - 1, 0)]
         return dropped
 
+    def snapshot(self) -> Trajectory:
+        """The trajectory as it is now, for another thread to read while this one grows. Costs no copy of its tokens.
+
+        Arrays are shared up to the present length, which appends never write to. Nothing may be appended to it.
+        """
+        taken = copy.copy(self)
+        taken._spans, taken._turns = list(self._spans), list(self._turns)
+        return taken
+
     # ------------------------------------------------------------------ reading
 
     def __len__(self) -> int:
@@ -252,6 +262,11 @@ class Trajectory:
     def turns(self) -> tuple[Turn, ...]:
         """Completed turns; the one still open is `open_turn`."""
         return tuple(self._turns)
+
+    @property
+    def num_turns(self) -> int:
+        """Number of completed turns."""
+        return len(self._turns)
 
     @property
     def open_turn(self) -> int | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, insert, select, update
 
 from megatron_async.bank import groups
 from megatron_async.bank.errors import BankError
@@ -45,20 +45,25 @@ def start(conn: Connection, trajectory: Trajectory) -> None:
 
 
 def checkpoint(conn: Connection, batch: Sequence[Trajectory]) -> None:
-    """See `Bank.checkpoint_trajectories`."""
-    rows = [(_row(conn, trajectory, "running -> running"), trajectory) for trajectory in batch]
-    for row, trajectory in sorted(
-        rows, key=lambda pair: pair[0].position
-    ):  # one order of locks for everybody
-        change = update(trajectories).where(
-            trajectories.c.position == row.position, trajectories.c.state == State.RUNNING.value
-        )
-        if trajectory.finished or conn.execute(change.values(_summary(trajectory))).rowcount != 1:
+    """See `Bank.checkpoint_trajectories`. A few statements, however many trajectories: it is called all the time."""
+    query = select(trajectories.c.position, trajectories.c.trajectory_id, trajectories.c.state)
+    query = query.where(trajectories.c.trajectory_id.in_([trajectory.trajectory_id for trajectory in batch]))
+    # One order of locks for everybody.
+    found = conn.execute(query.order_by(trajectories.c.position).with_for_update())
+    rows = {row.trajectory_id: row for row in found}
+    changes, contents = [], []
+    for trajectory in batch:
+        row = rows.get(trajectory.trajectory_id)
+        if row is None or row.state != State.RUNNING.value or trajectory.finished:
             raise BankError(
-                f"trajectory {trajectory.trajectory_id!r} is {row.state} in the bank and "
+                f"trajectory {trajectory.trajectory_id!r} is {'unknown' if row is None else row.state} in the bank and "
                 f"{trajectory.status.value} in memory; wanted running -> running"
             )
-        _store(conn, row.position, trajectory)
+        changes.append({"at": row.position, **_summary(trajectory)})
+        contents.append({"at": row.position, "data": trajectory.to_bytes()})
+    if changes:
+        conn.execute(update(trajectories).where(trajectories.c.position == bindparam("at")), changes)
+        conn.execute(update(payloads).where(payloads.c.position == bindparam("at")), contents)
 
 
 def finish(conn: Connection, trajectory: Trajectory, newest_version: int) -> State:

@@ -3,8 +3,10 @@
 Invariants
 - Token ids are appended, never re-encoded: each request's ids begin with the ids of the request before it, and that
   is checked every turn.
-- What a request returns is appended once, ids, log-probs and version spans together, when its final answer is there:
-  only that says which version sampled which token. Streamed chunks are counted, for display.
+- What a request returns is appended once, ids, log-probs and version spans together. Its final answer says which
+  version sampled which token; streamed chunks are recorded before it only where that is certain (see `streaming`).
+- An episode that was cut by a kill goes on where its trajectory ends, if a fresh environment, given the recorded turns,
+  answers as it did; if it does not, `ReplayDiverged` is raised and nothing is appended.
 - A partial response is continued with the rest of its budget. Over a weight update the engine either goes on by
   itself (the spans show two versions) or ends the request with finish_reason "abort", and prompt + partial ids are
   sent again.
@@ -19,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -32,8 +34,17 @@ from megatron_async.rollout.environments.base import (
     Message,
 )
 from megatron_async.rollout.sampling import turn_options
-from megatron_async.trajectory import Status, Trajectory, TrajectoryError, VersionSpan
-from sglang_bridge import Chunk, EngineError, EngineTimeout, Generation, SamplingOptions, Span
+from megatron_async.rollout.streaming import Streamed
+from megatron_async.trajectory import Status, Trajectory, TrajectoryError, Turn, VersionSpan
+from sglang_bridge import (
+    Chunk,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    Generation,
+    SamplingOptions,
+    Span,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,6 +126,10 @@ class EpisodeFailure(Exception):
         super().__init__(message)
 
 
+class ReplayDiverged(Exception):
+    """A recorded episode cannot go on: its environment, given the recorded turns, answered otherwise."""
+
+
 @dataclass(slots=True)
 class EpisodeProgress:
     """What an episode is doing, for whoever watches it, and what it has cost so far.
@@ -122,7 +137,9 @@ class EpisodeProgress:
     waiting_for: what is being awaited right now. requests_sent, requests_returned: to engines, answers of any kind
     back; request_sent_at: the last one (Unix seconds). resubmissions: requests sent again after an abort.
     engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
-    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time.
+    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time. floor: version that the engines
+    sample with at least, None if not known. streamed: the answer under way. origin: what became of the episode when the
+    rollout was started again, for the trajectory's info; empty for one that was begun by this process.
     """
 
     waiting_for: str = "start"
@@ -135,6 +152,9 @@ class EpisodeProgress:
     tokens: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0
+    floor: int | None = None
+    streamed: Streamed | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
 
     def as_info(self) -> dict[str, Any]:
         return {
@@ -143,6 +163,7 @@ class EpisodeProgress:
             "retractions": self.retractions,
             "engine_s": round(self.engine_s, 4),
             "environment_s": round(self.environment_s, 4),
+            **self.origin,
         }
 
 
@@ -157,13 +178,15 @@ async def run_episode(
 ) -> Trajectory:
     """Play `environment` to its end with the policy behind `client`; returns `trajectory`, finished.
 
-    trajectory: empty, with its ids and sampling parameters. progress: filled while the episode runs. on_tokens:
-    called with the number of new tokens whenever some arrive. `trajectory.info` gets: `ending` (done, max_turns,
+    trajectory: empty, with its ids and sampling parameters, or one that was cut and goes on: the environment is then
+    given the recorded turns first. progress: filled while the episode runs. on_tokens: called with the number of new
+    tokens whenever some arrive. `trajectory.info` gets: `ending` (done, max_turns,
     max_tokens, max_new_tokens, environment_truncated, or the kind of failure), `reward` (the environment's own
     info), `reason` and `failure` (kind and message, when it failed), and what `EpisodeProgress` counts.
 
     Failures of the environment or the engines end the trajectory with a status; they are not raised. Errors of this
-    program (a template that cannot encode, a bug) and cancellation are raised, after the environment was closed.
+    program (a template that cannot encode, a bug), cancellation, and ReplayDiverged, are raised after the environment
+    was closed.
     """
     progress = progress or EpisodeProgress()
     episode = _Episode(
@@ -237,25 +260,57 @@ class _Episode:
 
     async def play(self) -> _Ending:
         start = await self._ask_environment("reset", self.environment.reset())
-        self._append_prompt(self.chat.initial_ids(start.messages, start.tools))
+        prompt = self.chat.initial_ids(start.messages, start.tools)
+        if len(self.trajectory):
+            ending = await self._replay(prompt)
+            if ending is not None:
+                return ending
+        else:
+            self._append_prompt(prompt)
         while True:
-            first = len(self.trajectory)
-            reason = await self._sample_turn()
-            if reason == "length":
-                full = len(self.trajectory) >= self.limits.max_tokens
-                return await self._reward(Status.TRUNCATED, "max_tokens" if full else "max_new_tokens")
-            turn = self.chat.parse(self.trajectory.token_ids[first:].tolist())
-            step = await self._ask_environment("step", self.environment.step(turn))
-            if step.done:
-                if step.truncated:
-                    return await self._reward(Status.TRUNCATED, "environment_truncated")
-                return await self._reward(Status.OK, "done")
-            if len(self.trajectory.turns) >= self.limits.max_turns:
-                return await self._reward(Status.TRUNCATED, "max_turns")
-            observation = self._observation_ids(step.messages)
-            if len(self.trajectory) + len(observation) >= self.limits.max_tokens:
-                return await self._reward(Status.TRUNCATED, "max_tokens")
-            self.trajectory.append_context(observation)
+            await self._sample_turn()
+            answer = await self._answer(len(self.trajectory.turns), self.trajectory.turns[-1])
+            if isinstance(answer, _Ending):
+                return answer
+            self.trajectory.append_context(answer)
+
+    async def _replay(self, prompt: list[int]) -> _Ending | None:
+        """Bring the environment to where the trajectory ends; the ending, if the last recorded turn was the last."""
+        ids, at = self.trajectory.token_ids.tolist(), 0
+        expected = prompt
+        for number, turn in enumerate(self.trajectory.turns, 1):
+            if ids[at : turn.start] != expected:
+                raise ReplayDiverged(f"the context before turn {number} is not what was recorded")
+            answer = await self._answer(number, turn)
+            if isinstance(answer, _Ending):
+                if turn.end != len(ids):
+                    raise ReplayDiverged(f"turn {number} ended the episode ({answer.kind}), but more was recorded")
+                return answer
+            expected, at = answer, turn.end
+        context_ends = self.trajectory.open_turn if self.trajectory.open_turn is not None else len(ids)
+        if ids[at:context_ends] not in ([], expected) or (context_ends < len(ids) and context_ends == at):
+            raise ReplayDiverged("the last context is not what was recorded")
+        if context_ends == at:
+            self.trajectory.append_context(expected)
+        return None
+
+    async def _answer(self, number: int, turn: Turn) -> _Ending | list[int]:
+        """What follows the `number`-th turn (from 1): the episode's end, or the ids of the observation."""
+        if turn.finish_reason == "length":
+            full = turn.end >= self.limits.max_tokens
+            return await self._reward(Status.TRUNCATED, "max_tokens" if full else "max_new_tokens")
+        said = self.trajectory.token_ids[turn.start : turn.end].tolist()
+        step = await self._ask_environment("step", self.environment.step(self.chat.parse(said)))
+        if step.done:
+            if step.truncated:
+                return await self._reward(Status.TRUNCATED, "environment_truncated")
+            return await self._reward(Status.OK, "done")
+        if number >= self.limits.max_turns:
+            return await self._reward(Status.TRUNCATED, "max_turns")
+        observation = self._observation_ids(step.messages, said)
+        if turn.end + len(observation) >= self.limits.max_tokens:
+            return await self._reward(Status.TRUNCATED, "max_tokens")
+        return observation
 
     def _append_prompt(self, ids: list[int]) -> None:
         if len(ids) >= self.limits.max_tokens:
@@ -267,15 +322,14 @@ class _Episode:
             )
         self.trajectory.append_context(ids)
 
-    def _observation_ids(self, messages: list[Message]) -> list[int]:
+    def _observation_ids(self, messages: list[Message], said: list[int]) -> list[int]:
         if not messages:
             raise EpisodeFailure(
                 Status.ENVIRONMENT_ERROR,
                 "no_observation",
                 "step returned neither messages nor done: the policy has nothing to answer",
             )
-        closed = int(self.trajectory.token_ids[-1]) == self.chat.turn_end_id
-        return self.chat.observation_ids(messages, closed=closed)
+        return self.chat.observation_ids(messages, closed=said[-1:] == [self.chat.turn_end_id])
 
     async def _reward(self, status: Status, kind: str) -> _Ending:
         reward, info = await self._ask_environment("reward", self.environment.reward())
@@ -359,14 +413,16 @@ class _Episode:
     async def _request(self, budget: int) -> str | None:
         """Send everything so far and append what comes back; None when the response was aborted part way.
 
-        Tokens streamed by a request that then fails are dropped: only the finished answer says under which version
-        each of them was sampled.
+        Tokens streamed by a request whose connection then broke are kept as far as their version is certain; the next
+        request goes on after them.
         """
         arrived = 0
+        self.progress.streamed = streamed = self._streamed()
 
         def on_chunk(chunk: Chunk) -> None:
             nonlocal arrived
             arrived += len(chunk.output_ids)
+            streamed.add(chunk)
             self._count(len(chunk.output_ids))
 
         self.progress.requests_sent += 1
@@ -378,13 +434,24 @@ class _Episode:
                 on_chunk=on_chunk,
                 return_routed_experts=self.limits.routed_experts,
             )
+        except (EngineUnreachable, EngineTimeout):
+            streamed.settle()
+            raise
         finally:
             self.progress.requests_returned += 1
+            self.progress.streamed = None
         self._count(len(generation.output_ids) - arrived)
         self.progress.retractions += generation.num_retractions
         reason = None if generation.finish_reason == "abort" else generation.finish_reason
-        self._append(generation, reason)
+        self._append(generation, reason, streamed)
         return reason
+
+    def _streamed(self) -> Streamed:
+        """For the answer to come. Routed experts, and flags of kept KV, only come with the finished answer."""
+        known = [version for version in (self.progress.floor, self.trajectory.max_version) if version is not None]
+        certain = known and self.progress.floor is not None
+        early = certain and not (self.limits.routed_experts or self.limits.stale_kv)
+        return Streamed(self.trajectory, max(known) if early else None)
 
     def _checked_ids(self) -> list[int]:
         ids = self.trajectory.token_ids
@@ -401,16 +468,11 @@ class _Episode:
             self.progress.tokens += tokens
             self.on_tokens(tokens)
 
-    def _append(self, generation: Generation, reason: str | None) -> None:
-        """One append for everything; an answer that breaks the trajectory's invariants is the engine's failure."""
+    def _append(self, generation: Generation, reason: str | None, streamed: Streamed) -> None:
+        """One append for all that is not recorded yet; what breaks the invariants is the engine's failure."""
         try:
-            self.trajectory.append_action(
-                generation.output_ids,
-                generation.logprobs,
-                self._version_spans(generation.spans),
-                reason,
-                generation.routed_experts,
-            )
+            ids, logprobs, spans = streamed.rest(generation, self._version_spans(generation.spans))
+            self.trajectory.append_action(ids, logprobs, spans, reason, generation.routed_experts)
         except TrajectoryError as error:
             raise EngineError(f"the answer does not fit its trajectory: {error}") from error
 

@@ -8,7 +8,9 @@ Invariants
   that happens to one group stops another.
 - A failed attempt is repeated under a budget, as a new trajectory; it is never a reward.
 - The prompt cursor and every group are in the bank before the first token is sampled: a restarted rollout completes
-  the groups that were open and goes on with unused prompts.
+  the groups that were open and goes on with unused prompts. Episodes that were under way go on after what was written
+  down of them, where their environment can be replayed and their tokens are not too old; others begin anew. Which of
+  the two happened is counted and stands in the trajectory's info.
 - An exception anywhere ends `run`; nothing is swallowed. After a silence, the log says what everything waits for.
 """
 
@@ -23,22 +25,30 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_async.bank import Bank, OpenGroup, State
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import StatusWriter, Timeline
 from megatron_async.rollout.admission import StalenessAdmission
-from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, EpisodeProgress, run_episode
+from megatron_async.rollout.agent_loop import (
+    Chat,
+    EpisodeLimits,
+    EpisodeProgress,
+    ReplayDiverged,
+    run_episode,
+)
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
+from megatron_async.rollout.cut_episodes import CutEpisodes
 from megatron_async.rollout.engines import EngineVersions, build_pool, engine_urls
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.ledger import BankView, Ledger
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling
-from megatron_async.rollout.writing_down import PartialWriter, Played
+from megatron_async.rollout.writing_down import PartialWriter, Played, Streaming
 from megatron_async.trajectory import Trajectory
 from sglang_bridge import EnginePool
 
@@ -120,6 +130,8 @@ class RolloutController:
         self._groups: dict[str, _Group] = {}
         self._live: dict[str, Running] = {}
         self._playing: dict[str, Played] = {}
+        self._origins: dict[str, dict[str, Any]] = {}
+        self._streaming = Streaming(self._ledger, self._playing, config.rollout.flush_s)
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
         # Members of admitted groups whose end the last look at the bank has not seen, and those of them whose end
         # is in the bank by now: a member is counted as running until a look has counted it as finished.
@@ -128,10 +140,12 @@ class RolloutController:
         self._news = asyncio.Event()
         self._waiting_for = "the bank"
         self._stop_reason = ""
+        self._written_down = False
         self._last_event = self._last_success = clock()
 
     def stop(self, reason: str) -> None:
-        """End `run` soon: running episodes are given up, finished ones kept. May be called by a signal handler."""
+        """End `run` soon. Running episodes are written down for the next rollout to go on with, or, where
+        `rollout.flush_s` is 0, given up; finished ones are kept. May be called by a signal handler."""
         logger.info("rollout stops: %s", reason)
         self._stop_reason = reason
         self._news.set()
@@ -145,6 +159,8 @@ class RolloutController:
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self.lag.measure(), name="loop lag")
                 parts.create_task(self._watch(), name="watch")
+                if self.config.rollout.flush_s > 0:
+                    parts.create_task(self._streaming.run(), name="streaming")
                 if self.config.old_logits.source == "interrupt":
                     writer = PartialWriter(self._ledger, self._playing, self.config.rollout.poll_s)
                     parts.create_task(writer.run(), name="partial trajectories")
@@ -158,10 +174,10 @@ class RolloutController:
         return self.counters
 
     async def _leave(self) -> None:
-        """Nothing this process started stays marked as running."""
+        """Nothing that this process started, and nobody will go on with, stays marked as running."""
         left = [member for group in self._groups.values() for member in group.playing]
         self._groups.clear()
-        if left:
+        if left and not self._written_down:
             await self._ledger.abandon(left, self._stop_reason or "the rollout ended")
         self._report("finished")
         self._ledger.close()
@@ -179,15 +195,17 @@ class RolloutController:
             await self._until_news()
 
     async def _recover(self, parts: asyncio.TaskGroup) -> None:
-        """Complete the groups that an earlier rollout left open, once the engines have said their version."""
-        self._cursor, open_groups = await self._ledger.recover("the rollout that played it ended")
+        """Go on with the groups that an earlier rollout left open, once the engines have said their version."""
+        self._cursor, open_groups, partial = await self._ledger.recover()
         while (sampling := await self._engines.refresh((await self._look()).version)) is None:
             self._waiting_for = f"the engines: {self._engines.problem}"
             await self._until_news()
+        cut = CutEpisodes(partial, self._source, self._version - self.config.rollout.max_staleness)
         for left in open_groups:
             missing = self.config.batch.group_size - left.waiting
             if missing > 0 and not left.closed:
-                await self._resume_group(parts, left, missing, min(sampling, self._version))
+                await self._resume_group(parts, left, missing, min(sampling, self._version), cut)
+        await self._ledger.abandon(cut.unclaimed(), "the rollout that played it ended")
 
     async def _look(self) -> BankView:
         """What the bank says now; ends everything when the run is over or a stop was asked for."""
@@ -195,6 +213,9 @@ class RolloutController:
         view = await self._ledger.look()
         self._unfinished -= settled
         self._unseen -= settled
+        if self._stop_reason and not view.finished and self.config.rollout.flush_s > 0:
+            await self._streaming.flush()
+            self._written_down = True
         if view.finished or self._stop_reason:
             raise _Stopped
         if view.version != self._version:
@@ -264,16 +285,34 @@ class RolloutController:
             parts.create_task(self._play_group(group, members), name=group.group_id)
 
     async def _resume_group(
-        self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int
+        self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int, cut: CutEpisodes
     ) -> None:
-        """Play what is missing of a group; the members that had finished are kept."""
+        """Play what is missing of a group: members that were cut go on where they can, those that finished are kept."""
+        going_on, lost = cut.claim(left.group_id, missing)
+        oldest = min([version, *(m.min_version for m in going_on if m.min_version is not None)])
+        group = self._new_group(left.group_id, Task(left.prompt_id, left.task), oldest, missing)
+        replaced = [*lost, *([None] * missing)][: missing - len(going_on)]
+        anew = [self._new_trajectory(group, instead=name) for name in replaced]
+        for member in going_on:
+            group.playing.add(member.trajectory_id)
+            self._origins[member.trajectory_id] = {"continued_at": len(member), "continued_turns": member.num_turns}
+        self.counters.continued += len(going_on)
         logger.info(
-            "group %s goes on: %d of its members wait, %d are missing", left.group_id, left.waiting, missing
-        )
-        group = self._new_group(left.group_id, Task(left.prompt_id, left.task), version, missing)
-        members = [self._new_trajectory(group) for _ in range(missing)]
-        await self._ledger.start(members)
-        parts.create_task(self._play_group(group, members), name=group.group_id)
+            "group %s goes on: %d of its members wait, %d go on where they were, %d begin anew",
+            left.group_id, left.waiting, len(going_on), len(anew),
+        )  # fmt: skip
+        await self._ledger.start(anew)
+        parts.create_task(self._play_group(group, [*going_on, *anew]), name=group.group_id)
+
+    async def _begin_anew(self, group: _Group, cut: Trajectory, reason: str) -> Trajectory:
+        """Another trajectory in the place of one that could not go on."""
+        logger.warning("trajectory %s begins anew: %s", cut.trajectory_id, reason)
+        await self._ledger.abandon([cut.trajectory_id], f"cut and not continued: {reason}")
+        group.playing.discard(cut.trajectory_id)
+        self.counters.continued -= 1
+        trajectory = self._new_trajectory(group, instead=cut.trajectory_id)
+        await self._ledger.start([trajectory])
+        return trajectory
 
     def _new_group(self, name: str, task: Task, version: int, size: int) -> _Group:
         group = _Group(name, task, version, size, time.time())
@@ -281,9 +320,13 @@ class RolloutController:
         self._unfinished += size
         return group
 
-    def _new_trajectory(self, group: _Group) -> Trajectory:
+    def _new_trajectory(self, group: _Group, instead: str | None = None) -> Trajectory:
+        """instead: the trajectory that was cut by a kill and lost, whose place it takes."""
         name = f"{group.group_id}-{uuid.uuid4().hex[:12]}"
         group.playing.add(name)
+        if instead is not None:
+            self._origins[name] = {"restarted_from": instead}
+            self.counters.restarted += 1
         return Trajectory(name, group.group_id, group.task.task_id, self._sampling, group.task.data)
 
     async def _play_group(self, group: _Group, members: list[Trajectory]) -> None:
@@ -314,7 +357,11 @@ class RolloutController:
                 await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_RETRY_PAUSE_S))
                 trajectory = self._new_trajectory(group)
                 await self._ledger.start([trajectory])
-            await self._play(group.task, trajectory)
+            try:
+                await self._play(group.task, trajectory)
+            except ReplayDiverged as cause:
+                trajectory = await self._begin_anew(group, trajectory, str(cause))
+                await self._play(group.task, trajectory)
             state = await self._ledger.finish(trajectory)
             group.playing.discard(trajectory.trajectory_id)
             self.counters.record(trajectory, self._version)
@@ -332,7 +379,9 @@ class RolloutController:
 
     async def _play(self, task: Task, trajectory: Trajectory) -> None:
         async with self._slots:
-            running = Running(EpisodeProgress(), self._clock())
+            origin = self._origins.pop(trajectory.trajectory_id, {})
+            progress = EpisodeProgress(floor=self._sampling_version(), origin=origin)
+            running = Running(progress, self._clock())
             started = time.time()
             self._live[trajectory.trajectory_id] = running
             self._playing[trajectory.trajectory_id] = Played(trajectory, running.progress)
@@ -396,6 +445,7 @@ class RolloutController:
             "version": self._version,
             "engine_version": -1 if self._engines.version is None else self._engines.version,
             "loop_lag_p99_ms": self.lag.p99_ms(),
+            "written_down_tokens": self._streaming.tokens,
         }
         self._status.set(phase, self._waiting_for if phase == "running" else "", numbers)
 

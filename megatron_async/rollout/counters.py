@@ -27,7 +27,8 @@ class RolloutCounters:
     """Totals since this process started.
 
     finished: trajectories with status ok or truncated. failed: the others, by kind (the episode's `ending`).
-    retried: attempts made again. groups_finished, groups_abandoned: groups all of whose members finished; groups given
+    retried: attempts made again. continued, restarted: episodes that a killed rollout left under way, and that went on
+    where they were or began anew. groups_finished, groups_abandoned: groups all of whose members finished; groups given
     up because a member failed too often. consecutive_abandoned: since a trajectory last finished. generated_tokens:
     tokens sampled, those of failed attempts included. lengths: kept and dropped lengths.
     """
@@ -35,6 +36,8 @@ class RolloutCounters:
     finished: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     retried: int = 0
+    continued: int = 0
+    restarted: int = 0
     groups_finished: int = 0
     groups_abandoned: int = 0
     consecutive_abandoned: int = 0
@@ -89,6 +92,8 @@ class RolloutCounters:
             "failed": sum(self.failed.values()),
             **{f"failed/{kind}": count for kind, count in sorted(self.failed.items())},
             "retried": self.retried,
+            "continued": self.continued,
+            "restarted": self.restarted,
             "groups_finished": self.groups_finished,
             "groups_abandoned": self.groups_abandoned,
             "staleness_mean": float(np.mean([mean for mean, _ in gaps])) if gaps else 0.0,

@@ -60,6 +60,7 @@ class Ledger:
         self._bank = bank
         self._cursor_name = cursor_name
         self._endings: deque[_Ending] = deque()
+        self._ahead: set[str] = set()  # recorded as ended with an earlier call, their own is still to come
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bank")
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -79,14 +80,22 @@ class Ledger:
             finished=self._bank.get_state(PHASE) == FINISHED,
         )
 
-    async def recover(self, reason: str) -> tuple[int, list[OpenGroup]]:
-        """(prompt cursor, groups that are not done), after giving up what an earlier process left running."""
+    async def recover(self) -> tuple[int, list[OpenGroup], list[Trajectory]]:
+        """(prompt cursor, groups that are not done, what an earlier process left running), oldest first."""
 
-        def work() -> tuple[int, list[OpenGroup]]:
-            self._bank.abandon_running(reason)
-            return self._bank.load_cursor(self._cursor_name), self._bank.open_groups()
+        def work() -> tuple[int, list[OpenGroup], list[Trajectory]]:
+            cursor = self._bank.load_cursor(self._cursor_name)
+            return cursor, self._bank.open_groups(), self._bank.list_running()
 
         return await self._call(work)
+
+    async def checkpoint(self, trajectories: Sequence[Trajectory]) -> None:
+        """Write down the present tokens of running trajectories, in one transaction."""
+        await self._call(lambda: self._bank.checkpoint_trajectories(self._still_running(trajectories)))
+
+    def _still_running(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """On the bank's thread: without those that have been recorded as ended since the call was made."""
+        return [each for each in trajectories if each.trajectory_id not in self._ahead]
 
     async def start(self, trajectories: Sequence[Trajectory], cursor: int | None = None) -> None:
         """Record trajectories as running and, with them, that the prompts before `cursor` are issued.
@@ -115,8 +124,10 @@ class Ledger:
             else:
                 for each, state in zip(batch, states, strict=True):
                     each.outcome = state
-            for _ in batch:
+            for each in batch:
                 self._endings.popleft()
+                self._ahead.add(each.trajectory.trajectory_id)
+        self._ahead.discard(ending.trajectory.trajectory_id)
         assert ending.outcome is not None
         if isinstance(ending.outcome, BankError):
             raise ending.outcome
@@ -155,7 +166,7 @@ class Ledger:
         """Write running trajectories down, and then that the question was answered."""
 
         def work() -> None:
-            self._bank.checkpoint_trajectories(trajectories)
+            self._bank.checkpoint_trajectories(self._still_running(trajectories))
             self._bank.set_state(WRITTEN_DOWN, asked)
 
         await self._call(work)

@@ -1,7 +1,10 @@
-"""Writes running trajectories into the bank when the trainer asks for it, so that it can score what they hold so far.
+"""Writes running trajectories into the bank: regularly, so that a kill costs little, and when the trainer asks for it.
 
-Invariants: answers that were under way when the engines were stopped have come back, and their tokens are in what is
-written; a trajectory is copied on the event loop, so no other thread reads it while it grows.
+`Streaming` writes down what was produced since its last round: after a kill, at most what came in between is lost.
+`PartialWriter` answers the trainer, who wants to score what running trajectories hold so far.
+
+Invariants: answers that were under way when the engines were stopped have come back, and their tokens are in what the
+trainer gets; a trajectory's snapshot is taken on the event loop, so no other thread reads what grows.
 A request that an engine got while it was stopped holds no token and does not come back before the engine goes on: it is
 not waited for. When it was sent at the very moment of the stop, only time can tell: it is waited for `GRACE_S` seconds.
 """
@@ -19,6 +22,7 @@ from megatron_async.trajectory import Trajectory
 
 GRACE_S = 0.5
 _LOOK_S = 0.01
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,55 @@ class Played:
 
     trajectory: Trajectory
     progress: EpisodeProgress
+
+    def settle(self) -> None:
+        """Append to the trajectory what its answer under way has streamed, as far as its version is certain."""
+        if self.progress.streamed is not None:
+            self.progress.streamed.settle()
+
+
+class Streaming:
+    """playing: the running trajectories by id, live. every_s: seconds between two rounds.
+
+    A round's cost for the event loop is that of looking; what has grown is serialised on the bank's thread, many
+    trajectories in one transaction, and the next round begins when it is on the disk.
+    """
+
+    def __init__(self, ledger: Ledger, playing: Mapping[str, Played], every_s: float) -> None:
+        self._ledger = ledger
+        self._playing = playing
+        self._every_s = every_s
+        self._written: dict[str, tuple[int, int]] = {}
+        self.tokens = 0
+        """Tokens written down by all rounds, prompts and observations included."""
+
+    async def run(self) -> None:
+        """Write down every `every_s` seconds until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write down every running trajectory that has grown since it last was."""
+        self._written = {name: size for name, size in self._written.items() if name in self._playing}
+        names = list(self._playing)
+        for begin in range(0, len(names), _AT_ONCE):
+            grown = [taken for name in names[begin : begin + _AT_ONCE] if (taken := self._grown(name)) is not None]
+            if grown:
+                await self._ledger.checkpoint(grown)
+
+    def _grown(self, name: str) -> Trajectory | None:
+        played = self._playing.get(name)  # it may have ended while others were written
+        if played is None:
+            return None
+        played.settle()
+        trajectory = played.trajectory
+        size, (before, turns) = (len(trajectory), trajectory.num_turns), self._written.get(name, (0, 0))
+        if size == (before, turns):
+            return None
+        self._written[name] = size
+        self.tokens += size[0] - before
+        return trajectory.snapshot()
 
 
 class PartialWriter:
@@ -43,7 +96,9 @@ class PartialWriter:
             asked = await self._ledger.asked_to_write_down()
             if asked is not None:
                 await self._answers_under_way(stopped_at=int(asked) / 1e9)
-                await self._ledger.write_down([_copy(p.trajectory) for p in self._playing.values()], asked)
+                for played in self._playing.values():
+                    played.settle()
+                await self._ledger.write_down([p.trajectory.snapshot() for p in self._playing.values()], asked)
             await asyncio.sleep(self._poll_s)
 
     async def _answers_under_way(self, stopped_at: float) -> None:
@@ -59,7 +114,3 @@ class PartialWriter:
             for name, count in sent.items()
         ):
             await asyncio.sleep(_LOOK_S)
-
-
-def _copy(trajectory: Trajectory) -> Trajectory:
-    return Trajectory.from_bytes(trajectory.to_bytes())

@@ -19,7 +19,8 @@ class ScriptedEngine:
     """`version` may change at any time: tokens from then on carry the new one, in running requests too.
 
     turn_length: tokens of a turn, END included, or a function of the request's number. token_s: seconds per token.
-    fail: given the number of a request (0, 1, ...), an HTTP status to answer with, or None.
+    fail: given the number of a request (0, 1, ...), an HTTP status to answer with, or None. stall_at: tokens after
+    which an answer stands still for ever.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class ScriptedEngine:
         turn_length: int | Callable[[int], int] = 4,
         token_s: float = 0.0,
         fail: Callable[[int], int | None] = lambda request: None,
+        stall_at: int | None = None,
     ) -> None:
         self.turn_length = turn_length if callable(turn_length) else lambda request: turn_length
         self.token_s = token_s
         self.fail = fail
+        self.stall_at = stall_at
         self.version = 0
         self.requests = 0
         self.running = 0
@@ -87,7 +90,7 @@ class ScriptedEngine:
         generation = self._abort_generation
         reason = None
         while reason is None:
-            await asyncio.sleep(self.token_s)
+            await asyncio.sleep(3600 if len(out) == self.stall_at else self.token_s)
             if generation != self._abort_generation:
                 reason = "abort"
                 self.aborts += 1

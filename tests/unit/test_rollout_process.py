@@ -93,7 +93,7 @@ def test_a_signal_stops_it_within_seconds_and_keeps_what_there_is(
                 assert time.monotonic() - started < 5
                 # Written down for the next rollout to go on with.
                 assert bank.counts()[State.RUNNING] == 4 and bank.counts()[State.FAILED] == 0
-                assert all(trajectory.num_action_tokens > 0 for trajectory in bank.list_running())
+                assert all(len(trajectory) > 0 for trajectory in bank.list_running())
 
     asyncio.run(scenario())
 

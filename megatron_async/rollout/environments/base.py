@@ -133,6 +133,19 @@ class TaskSource(Protocol):
         """A fresh environment for one episode of `task`."""
 
 
+@runtime_checkable
+class ReplayableTaskSource(TaskSource, Protocol):
+    """A source some of whose environments may be played again from the start after the rollout process was killed.
+
+    Only where the same turns get the same answers, and where repeating them changes nothing outside the environment.
+    Recorded turns are then given to a fresh environment and sampling goes on after them; elsewhere the episode is lost
+    and started anew.
+    """
+
+    def replayable(self, task: Task) -> bool:
+        """Whether environments of this task can be replayed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One finished evaluation episode, for a benchmark's own report.

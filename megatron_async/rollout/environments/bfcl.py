@@ -171,6 +171,10 @@ class BfclTasks:
         stamp = {"trained_on_evaluation_tasks": self.size} if self.trained else {}
         return Task(f"bfcl-{self.category}-{number}", {"number": number, **stamp})
 
+    def replayable(self, task: Task) -> bool:
+        """Its answers are a function of the task and the turns."""
+        return True
+
     def environment(self, task: Task) -> BfclEnvironment:
         """A fresh episode of `task`."""
         entries, references = _data(self.category)

@@ -162,6 +162,10 @@ class DeskTasks:
         number = index if self.split == "heldout" else HELDOUT_TASKS + self._shuffled(index)
         return Task(f"desk-{number}", {"number": number, "policy": self.policy.to_json()})
 
+    def replayable(self, task: Task) -> bool:
+        """Its answers are a function of the task and the turns."""
+        return True
+
     def environment(self, task: Task) -> DeskEnvironment:
         """A fresh episode of `task`."""
         return DeskEnvironment(draw_task(task.data["number"], policy_from(task.data["policy"])))

@@ -87,6 +87,10 @@ class ScheduledDeskTasks:
         data = {**drawn.data, "policy": judging, "stated_policy": stated, "phase": number}
         return Task(f"{drawn.task_id}-phase{number}", data)
 
+    def replayable(self, task: Task) -> bool:
+        """Its answers are a function of the task and the turns."""
+        return True
+
     def environment(self, task: Task) -> DeskEnvironment:
         """A fresh episode of `task`."""
         case = draw_task(task.data["number"], policy_from(task.data["policy"]))
