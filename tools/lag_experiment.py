@@ -74,7 +74,7 @@ def configuration(anchor: str, arguments: argparse.Namespace) -> RunConfig:
         "observe.tensorboard": "false",
         "observe.progress": "plain",
     }
-    return load(arguments.config, [f"{key}={value}" for key, value in overrides.items()])
+    return load(arguments.config, [*(f"{key}={value}" for key, value in overrides.items()), *arguments.set])
 
 
 def identity(config: RunConfig) -> str:
@@ -209,6 +209,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--lr", type=float, default=3e-5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further options of the runs")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     return parser.parse_args(arguments)
 
