@@ -26,6 +26,7 @@ from megatron_async.machines import Others, own_address
 from megatron_async.observe import RunFiles, append_evaluation, read_evaluations, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
+from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.evaluation import evaluate_engines
@@ -160,30 +161,16 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         if not read_evaluations(config.run_path):
             _evaluate(config, urls, 0, engines_alive(servers), others.check)
         others.train()
-        trainer = _trainer(config, files, others.address)
+        trainer = trainer_part(config, files, others.address)
         with supervised([]) as parts, Progress(config) as progress:
-            ticks = (progress.refresh, engines_alive(servers), others.check)
-            _start(parts, *_scorer(config, files, nodes[0].scorer_devices), trainer)
-            _wait_for_weights(config, parts, *ticks)
-            _start(parts, _rollout(files))
-            watch(parts, lambda: trainer.poll() == 0, *ticks)
+            training = [*_scorer(config, files, nodes[0].scorer_devices), trainer]
+            roles = Roles(config, training, rollout_part(files), parts)
+            roles.run(progress.refresh, engines_alive(servers), others.check)
         _evaluate(config, urls, config.steps, engines_alive(servers), others.check)
 
 
 def _say(text: str) -> None:
     print(text, flush=True)  # noqa: T201
-
-
-def _start(parts: list[Part], *new: Part) -> None:
-    for part in new:
-        parts.append(part)
-        part.start()
-
-
-def _wait_for_weights(config: RunConfig, parts: list[Part], *ticks: Callable[[], None]) -> None:
-    """Until the engines hold the version that a resumed trainer goes on from; at once in a new run."""
-    with Bank.open(config.bank_url) as bank:
-        watch(parts, lambda: bank.get_state(PHASE) != RESUMING, *ticks)
 
 
 def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], address: str | None) -> Others:
@@ -302,7 +289,8 @@ def trainer_command(
     )
 
 
-def _rollout(files: RunFiles) -> Part:
+def rollout_part(files: RunFiles) -> Part:
+    """The rollout process of a run."""
     command = python_module("megatron_async", "rollout", "--config", str(files.config))
     return Part("rollout", command, files.logs / "rollout.log")
 
@@ -316,7 +304,8 @@ def _scorer(config: RunConfig, files: RunFiles, devices: tuple[int, ...]) -> lis
     return [Part("scorer", command, files.logs / "scorer.log", environment)]
 
 
-def _trainer(config: RunConfig, files: RunFiles, lead: str) -> Part:
+def trainer_part(config: RunConfig, files: RunFiles, lead: str = "") -> Part:
+    """The trainer ranks of this machine, under torchrun. lead: as for `trainer_command`."""
     return Part("trainer", trainer_command(config, str(files.config), lead=lead), files.logs / "trainer.log")
 
 

@@ -224,7 +224,8 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
-    "rollout.max_retries", "snapshots.device_bytes", "snapshots.keyframe_every", "snapshots.compression_level",
+    "rollout.max_retries", "rollout.flush_s", "trainer.max_restarts", "snapshots.device_bytes",
+    "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
     "cluster.device_memory_gib", "cluster.host_memory_gib", "cluster.engine_nodes", "checkpoint.every",

@@ -105,6 +105,9 @@ class TrainerConfig:
     """Trainer ranks on each machine. null: world_size / nodes."""
     deadline_s: float = 600.0
     """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
+    max_restarts: int = 3
+    """How often in a row trainer or rollout are started again after they ended by themselves, without a further step
+    being trained. The trainer goes on from its newest checkpoint. 0 ends the run at once; `launch --resume` goes on."""
     routing_replay: Literal["off", "rollout"] = "off"
     """rollout: the trainer's routers choose the experts that the engines' chose for the same token (R3), in scoring and
     training; needs `engines.routed_experts`. It removes the part of the engines' difference in log-probs that comes

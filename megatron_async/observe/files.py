@@ -7,6 +7,7 @@ runs/<name>/
   evaluation/          result files of benchmarks, and the episodes of an evaluation under way
   timeline.jsonl       what each part did from when to when
   status/<part>.json   what each part does now
+  restarts.jsonl       one row for each part that ended by itself and was started again
   tensorboard/         the metrics as TensorBoard events
   logs/                output of every process
   bank.sqlite          trajectories, versions, steps
@@ -56,6 +57,10 @@ class RunFiles:
     @property
     def status(self) -> Path:
         return self.root / "status"
+
+    @property
+    def restarts(self) -> Path:
+        return self.root / "restarts.jsonl"
 
     @property
     def tensorboard(self) -> Path:

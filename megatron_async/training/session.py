@@ -57,7 +57,7 @@ class Session:
         self.scores = KeptScores(config, control, self.bank)
         self.checkpoints = Checkpoints(config, policy, control)
         self.lineage = Lineage()
-        self.version = 0
+        self.version = self._newest = 0
         self.first_step = self._repeated_until = 0
         self.catching_up = False
         """Whether recorded batches are trained again, with engines and rollout waiting."""
@@ -92,6 +92,7 @@ class Session:
             self.version, self.first_step = generation.version, generation.steps
         versions, self._repeated_until = self.control.json_from_rank_zero(self._rewind_bank)
         self.lineage = Lineage((version, parent) for version, parent in versions)
+        self._newest = versions[-1][0]
         self.catching_up = self.first_step < self._repeated_until
         if not self.catching_up:
             self._go_on()
@@ -107,7 +108,7 @@ class Session:
     def _go_on(self) -> None:
         """Let the rollout begin, on engines that hold the present version (of a new run they do from the start)."""
         self.catching_up = False
-        if self.version > 0:
+        if self._newest > 0:  # engines that outlived an earlier trainer may hold any version
             self.publisher.publish(self.version)
         if self.bank:
             self.bank.set_state(PHASE, TRAINING)
