@@ -277,6 +277,10 @@ class RolloutConfig:
     """Attempts for a request to an engine that failed, before the trajectory counts as failed."""
     poll_s: float = 0.1
     """Seconds between two looks at the bank for a new version or free capacity. Smaller reacts faster, asks more."""
+    flush_s: float = 2.0
+    """Seconds between two rounds that write the tokens of running trajectories into the bank. A kill of the rollout
+    loses at most what came since the last one; environments that can be replayed go on from there. 0 writes down
+    finished trajectories only: those under way begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +293,6 @@ class EnvironmentConfig:
     """Options of that environment, checked by it."""
 
 
-    flush_s: float = 2.0
-    """Seconds between two rounds that write the tokens of running trajectories into the bank. A kill of the rollout
-    loses at most what came since the last one; environments that can be replayed go on from there. 0 writes down
-    finished trajectories only: those under way begin anew."""
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The SGLang servers that sample."""
