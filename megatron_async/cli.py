@@ -110,10 +110,23 @@ def _pretrain_critic(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    config = _configuration(arguments)
-    from megatron_async.rollout import evaluation
+    from megatron_async import evaluate
 
-    return evaluation.main(config)
+    if arguments.endpoint:  # nothing of a model is needed here
+        config = load(arguments.config, arguments.overrides)
+    else:
+        if arguments.checkpoint is not None:
+            arguments.overrides.append(f"model.path={arguments.checkpoint}")
+        config = _configuration(arguments, starts_engines=arguments.checkpoint is not None, warns=False)
+
+    policy = evaluate.EvaluatedPolicy(
+        checkpoint=arguments.checkpoint,
+        endpoint=arguments.endpoint or "",
+        endpoint_model=arguments.endpoint_model,
+        endpoint_key_env=arguments.endpoint_key_env,
+        folder=arguments.folder,
+    )
+    return evaluate.main(config, policy)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -148,6 +161,23 @@ def _add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> No
         default=[],
         metavar="KEY=VALUE",
         help="override one option, e.g. --set optimizer.lr=1e-6; may be given several times",
+    )
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    """Which policy `evaluate` asks; without any of these the engines of the run."""
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a Hugging Face checkpoint: starts engines on it"
+    )
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="any OpenAI-compatible chat endpoint, e.g. http://host:30000/v1"
+    )
+    parser.add_argument("--endpoint-model", default="default", metavar="NAME", help="the model's name there")
+    parser.add_argument(
+        "--endpoint-key-env", default="", metavar="VARIABLE", help="environment variable that holds its key"
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="where results of a checkpoint or an endpoint go"
     )
 
 
@@ -203,11 +233,13 @@ def build_parser() -> argparse.ArgumentParser:
         (
             "evaluate",
             _evaluate,
-            "success on held-out tasks, on the engines of a run that launch or serve started",
+            "success on held-out tasks: of the engines that launch or serve started, a checkpoint, or any endpoint",
         ),
     ):
         command = _command(commands, name, handler, text)
         _add_config(command)
+        if name == "evaluate":
+            _add_policy(command)
         if name in ("sft", "pretrain-critic"):
             command.add_argument(
                 "--fresh", action="store_true", help="delete what an earlier run of the same name left"

@@ -324,4 +324,4 @@ def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[]
     """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile."""
     _say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
     result = evaluate_engines(config, urls, *ticks)
-    append_evaluation(config.run_path, {"step": step, "version": result.versions[1], **result.as_dict()})
+    append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})

@@ -3,8 +3,8 @@
     <folder>/conditions.json       what was being evaluated: version, sampling, environment
     <folder>/<task>-<sample>.episode
 
-Invariants: an episode is on disk whole or not at all; episodes of other conditions (another policy version, other
-sampling, another environment) are never counted: they are removed when the journal is opened.
+Invariants: an episode (JSON) is on disk whole or not at all; episodes of other conditions (another policy version,
+other sampling, another environment) are never counted: they are removed when the journal is opened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_async.trajectory import Trajectory
+from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 
 
 class EvaluationJournal:
@@ -31,16 +31,16 @@ class EvaluationJournal:
             folder.mkdir(parents=True)
             known.write_text(written, encoding="utf-8")
 
-    def load(self, task: int, sample: int) -> Trajectory | None:
+    def load(self, task: int, sample: int) -> EvaluatedEpisode | None:
         """The episode, or None if it has not been played."""
         path = self._path(task, sample)
-        return Trajectory.from_bytes(path.read_bytes()) if path.is_file() else None
+        return EvaluatedEpisode.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
-    def save(self, task: int, sample: int, trajectory: Trajectory) -> None:
+    def save(self, task: int, sample: int, episode: EvaluatedEpisode) -> None:
         """Keep a finished episode."""
         path = self._path(task, sample)
         part = path.with_suffix(".part")
-        part.write_bytes(trajectory.to_bytes())
+        part.write_text(episode.to_json(), encoding="utf-8")
         os.replace(part, path)
 
     def __len__(self) -> int:

@@ -27,7 +27,8 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 class ChatServer:
-    """`rule` makes the message from the request. fail: from the request's number, a status, "hang", "junk" or None."""
+    """`rule` makes the message from the request ("cut": it ends at a limit). fail: from the request's number, a status,
+    "hang", "junk" or None."""
 
     def __init__(self, rule: Rule, fail: Callable[[int], int | str | None] = lambda request: None) -> None:
         self.rule = rule
@@ -65,7 +66,9 @@ class ChatServer:
                 return web.json_response({"error": f"planned {planned}"}, status=planned)
             await asyncio.sleep(0.01)
             usage = {"prompt_tokens": 7, "completion_tokens": 3}
-            message = self.rule(self.bodies[number])
-            return web.json_response({"choices": [{"message": message}], "usage": usage})
+            message = dict(self.rule(self.bodies[number]))
+            reason = "length" if message.pop("cut", False) else "stop"
+            choice = {"message": message, "finish_reason": reason}
+            return web.json_response({"choices": [choice], "usage": usage})
         finally:
             self.running -= 1

@@ -16,13 +16,9 @@ from megatron_async.errors import UserError
 from megatron_async.rollout import evaluation
 from megatron_async.rollout.agent_loop import EpisodeLimits
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
-from megatron_async.rollout.evaluation import (
-    EvaluationResult,
-    evaluate,
-    pass_at_k,
-    pass_hat_k,
-    standard_error,
-)
+from megatron_async.rollout.estimators import pass_at_k, pass_hat_k, standard_error
+from megatron_async.rollout.evaluation import engine_player, evaluate
+from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
 from megatron_async.trajectory import SamplingParams
 from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
 
@@ -34,10 +30,8 @@ LIMITS = EpisodeLimits(
 def run(source: ScriptedSource, sampler: Any = None, **options: Any) -> EvaluationResult:
     settings: dict[str, Any] = {"tasks": 4, "samples": 2, "concurrency": 3, "retries": 1, **options}
     sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
-    coroutine = evaluate(
-        sampler or RuleSampler(), source, PlainChat(), sampling=sampling, limits=LIMITS, **settings
-    )
-    return asyncio.run(coroutine)
+    play = engine_player(sampler or RuleSampler(), source, PlainChat(), sampling, LIMITS)
+    return asyncio.run(evaluate(play, source, **settings))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -68,6 +62,7 @@ def test_rates_over_tasks_and_samples() -> None:
     assert result.success_rate == 0.625 and result.pass_hat == {1: 0.625, 2: 0.5}
     assert result.pass_at == {1: 0.625, 2: 0.75}
     assert result.stderr == pytest.approx(np.std([1, 1, 0.5, 0], ddof=1) / 2)
+    assert result.confidence_95 == pytest.approx((0.625 - 1.96 * result.stderr, min(1, 0.625 + 1.96 * result.stderr)))
     assert result.mean_reward == pytest.approx((4 + 1 + 2 * 0.99) / 8)
     assert (result.tasks, result.episodes, result.tokens, result.turns) == (4, 8, 8.0, 2.0)
     assert result.versions == (5, 5) and result.failures == {} and plays == {f"task-{i}": 2 for i in range(4)}
@@ -121,11 +116,11 @@ def test_a_truncated_episode_counts_with_its_reward() -> None:
     assert replace(result, seconds=0.0).as_dict()["pass_hat"] == {1: 0.0, 2: 0.0}
 
 
-def test_what_a_tick_raises_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tick_raises_ends_an_evaluation() -> None:
     """As an engine's death, or the exception that Ctrl-C raises, does; episodes under way are cancelled."""
     seen: list[str] = []
 
-    async def endless(_config: Any, _urls: Any) -> None:
+    async def endless() -> Any:
         try:
             await asyncio.sleep(60)
         finally:
@@ -134,9 +129,29 @@ def test_what_a_tick_raises_ends_an_evaluation(monkeypatch: pytest.MonkeyPatch) 
     def tick() -> None:
         raise UserError("the engine died")
 
-    monkeypatch.setattr(evaluation, "_evaluate_engines", endless)
     started = time.monotonic()
     with pytest.raises(UserError, match="the engine died"):
-        evaluation.evaluate_engines(None, [], tick)  # type: ignore[arg-type]
+        evaluation.run_blocking(endless(), tick)
     assert seen == ["cancelled"]
     assert time.monotonic() - started < 10
+
+
+def test_page_says_what_was_counted_and_what_was_not() -> None:
+    def make(task: Task) -> ScriptedEnvironment:
+        broken = task.data["index"] == 3
+        return ScriptedEnvironment(at={"reset": EnvironmentFailure("down")} if broken else {})
+
+    page = describe(replace(run(ScriptedSource(make)), benchmark={"floor": 0.25}))
+    assert "Success 100.0% (95 % interval 100.0% to 100.0%) on 3 tasks, 6 episodes." in page
+    assert "Doing nothing scores 25.0%" in page
+    assert "| 2 | 1.000 | 1.000 |" in page
+    assert "| failed, not counted: environment_failure | 2 |" in page
+
+
+def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(evaluation, "_PROGRESS_S", 0.0)
+    with caplog.at_level("INFO"):
+        run(ScriptedSource(), tasks=2)
+    lines = [record.message for record in caplog.records if record.message.startswith("evaluation: ")]
+    assert [line.split(",")[0] for line in lines] == [f"evaluation: {n} of 4 episodes" for n in (1, 2, 3)]
+    assert "100 % successful, 0 failed" in lines[0]

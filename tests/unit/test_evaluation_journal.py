@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_async.rollout.environments.base import Task
-from megatron_async.rollout.evaluation import evaluate
+from megatron_async.rollout.evaluation import engine_player, evaluate
+from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.trajectory import SamplingParams
 from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
@@ -21,18 +22,9 @@ class Crash(RuntimeError):
 
 
 def run(journal: EvaluationJournal, source: ScriptedSource) -> Any:
-    coroutine = evaluate(
-        RuleSampler(),
-        source,
-        PlainChat(),
-        tasks=4,
-        samples=2,
-        concurrency=1,
-        sampling=SamplingParams(temperature=0.0, max_new_tokens=20),
-        limits=LIMITS,
-        journal=journal,
-    )
-    return asyncio.run(coroutine)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
+    play = engine_player(RuleSampler(), source, PlainChat(), sampling, LIMITS)
+    return asyncio.run(evaluate(play, source, tasks=4, samples=2, concurrency=1, journal=journal))
 
 
 def test_episodes_that_are_known_are_not_played_again(tmp_path: Path) -> None:
@@ -61,3 +53,11 @@ def test_other_conditions_start_afresh(tmp_path: Path) -> None:
     run(EvaluationJournal(tmp_path / "j", {"version": 3}), ScriptedSource(make))
     assert len(EvaluationJournal(tmp_path / "j", {"version": 3})) == 8
     assert len(EvaluationJournal(tmp_path / "j", {"version": 4})) == 0
+
+
+def test_an_episode_survives_the_disk_unchanged(tmp_path: Path) -> None:
+    journal = EvaluationJournal(tmp_path / "j", {})
+    episode = EvaluatedEpisode(0.5, "max_turns", {"why": [1, "é"]}, True, 7, 3, (2, 4), 0.25)
+    journal.save(1, 0, episode)
+    assert journal.load(1, 0) == episode
+    assert journal.load(1, 1) is None

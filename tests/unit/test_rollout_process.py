@@ -110,7 +110,7 @@ def test_evaluate_adds_a_row(tmp_path: Path, checkpoint: Path) -> None:
             engine.version = 3
             config = make_run(tmp_path, checkpoint, [engine.url])
             assert (
-                await asyncio.to_thread(evaluation.main, config) == 0
+                (await asyncio.to_thread(evaluation.evaluate_run, config)).episodes == 6
             )  # an event loop of its own, as the command
         return config
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_async.rollout import chat_endpoint
+from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointError, EndpointOptions, well_formed
 from megatron_async.rollout.environments.base import AssistantTurn, EnvironmentFailure
-from megatron_async.rollout.environments.tau2 import endpoint
-from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, EndpointError
-from megatron_async.rollout.environments.tau2.options import EndpointOptions
 from megatron_async.rollout.environments.tau2.users import ASKING, CLOSING, STOP
 from tests.unit.chat_endpoint import ChatServer, call, text
 from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
@@ -21,7 +20,7 @@ from tests.unit.test_tau2_episode import environment_of, source_of
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(chat_endpoint, "_FIRST_PAUSE_S", 0.005)
 
 
 async def ask(
@@ -29,7 +28,7 @@ async def ask(
 ) -> tuple[Any, ChatEndpoint]:
     chat = ChatEndpoint(EndpointOptions(url=server.url, **options))
     async with chat.session() as session:
-        return await chat.complete(session, messages or [text("hi")], list(tools), lambda done: done), chat
+        return await chat.complete(session, messages or [text("hi")], list(tools), well_formed), chat
 
 
 def with_server(server: ChatServer, use: Callable[[ChatServer], Any]) -> Any:

@@ -2,8 +2,8 @@
 
 package       the benchmark found, checked and imported        database     records shared between episodes
 domain        tasks, splits, cheap environments, gold states    episode      the orchestrator, step by step
-users         endpoint, scripted, recorded                      endpoint     OpenAI-compatible chat
-reward        cached and official evaluators, judges            environment  what the agent loop plays
+users         endpoint, scripted, recorded                      reward       cached and official evaluators, judges
+environment   what the agent loop plays                         report       results in the benchmark's own format
 """
 
 from __future__ import annotations

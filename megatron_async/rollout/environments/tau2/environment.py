@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointError
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     EnvironmentFailure,
@@ -32,7 +33,6 @@ from megatron_async.rollout.environments.base import (
 )
 from megatron_async.rollout.environments.tau2 import report, reward, workers
 from megatron_async.rollout.environments.tau2.domain import Domain, DomainFiles
-from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, EndpointError
 from megatron_async.rollout.environments.tau2.episode import ChatMessage, Episode, Limits, Pending, Said
 from megatron_async.rollout.environments.tau2.options import Tau2Options, parse
 from megatron_async.rollout.environments.tau2.reward import Verdict

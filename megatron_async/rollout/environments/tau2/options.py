@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+
+from megatron_async.rollout.chat_endpoint import EndpointOptions
 
 DOMAINS = ("airline", "retail", "telecom", "telecom-workflow", "mock")
 USERS = ("endpoint", "scripted", "recorded")
@@ -13,25 +15,6 @@ EVALUATORS = ("cached", "official")
 BASES = ("official", "no_judge", "communicate")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointOptions:
-    """An OpenAI-compatible chat endpoint.
-
-    url: base URL, e.g. http://host:30000/v1. model: name sent with each request. api_key_env: environment variable
-    that holds the key ("" sends none). timeout_s: longest wait for one answer. retries: repetitions after a failure;
-    when they are used up the episode fails, and is counted, as an environment error. concurrency: requests in flight
-    at once, over all episodes of this process. sampling: merged into each request (temperature, seed, max_tokens, ...).
-    """
-
-    url: str = ""
-    model: str = "default"
-    api_key_env: str = ""
-    timeout_s: float = 120.0
-    retries: int = 4
-    concurrency: int = 64
-    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from megatron_async.rollout.chat_endpoint import ChatEndpoint, Completion, EndpointError, well_formed
 from megatron_async.rollout.environments.base import EnvironmentFailure
-from megatron_async.rollout.environments.tau2.endpoint import ChatEndpoint, Completion, EndpointError
 from megatron_async.rollout.environments.tau2.episode import ChatMessage, Said
 
 STOP = "###STOP###"
@@ -63,6 +63,7 @@ class EndpointUser:
 
 
 def _not_empty(completion: Completion) -> Completion:
+    well_formed(completion)
     if not completion.calls and not completion.content.strip():
         raise ValueError("the user said nothing")
     return completion

@@ -1,4 +1,4 @@
-"""Chat completions from any OpenAI-compatible endpoint, for user simulators and judges.
+"""Chat completions from any OpenAI-compatible endpoint: user simulators, judges, and policies that are evaluated.
 
 Invariants
 - A request is repeated after a time-out, a broken connection, a busy or failing server (408, 425, 429, 5xx) and an
@@ -14,13 +14,11 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
-
-from megatron_async.rollout.environments.tau2.options import EndpointOptions
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,6 +26,25 @@ T = TypeVar("T")
 _TRY_AGAIN = (408, 409, 425, 429)
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointOptions:
+    """An OpenAI-compatible chat endpoint.
+
+    url: base URL, e.g. http://host:30000/v1. model: name sent with each request. api_key_env: environment variable
+    that holds the key ("" sends none). timeout_s: longest wait for one answer. retries: repetitions after a failure;
+    when they are used up the episode fails, and is counted, as an environment error. concurrency: requests in flight
+    at once, over all episodes of this process. sampling: merged into each request (temperature, seed, max_tokens, ...).
+    """
+
+    url: str = ""
+    model: str = "default"
+    api_key_env: str = ""
+    timeout_s: float = 120.0
+    retries: int = 4
+    concurrency: int = 64
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
 
 class EndpointError(RuntimeError):
@@ -40,12 +57,19 @@ class _Refused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer: text, tool calls as (name, arguments), tokens used (0 where the server does not say)."""
+    """One answer.
+
+    content: its text. calls: tool calls as (name, arguments). prompt_tokens, completion_tokens: used, 0 where the
+    server does not say. finish_reason: "length" when a limit cut the answer. problem: what is wrong with a tool call
+    that is not among `calls`, because its arguments are no JSON object.
+    """
 
     content: str
     calls: tuple[tuple[str, dict[str, Any]], ...]
     prompt_tokens: int
     completion_tokens: int
+    finish_reason: str = "stop"
+    problem: str | None = None
 
 
 class ChatEndpoint:
@@ -61,7 +85,7 @@ class ChatEndpoint:
             key = os.environ.get(options.api_key_env)
             if not key:
                 raise ValueError(
-                    f"tau2: the environment variable {options.api_key_env} (api_key_env) is not set"
+                    f"the environment variable {options.api_key_env} (api_key_env) is not set"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
 
@@ -114,15 +138,20 @@ class ChatEndpoint:
         return _read(text)
 
 
+def well_formed(completion: Completion) -> Completion:
+    """For `accept`, where an answer with a tool call that cannot be read is to be repeated: raises ValueError then."""
+    if completion.problem is not None:
+        raise ValueError(completion.problem)
+    return completion
+
+
 def _read(text: str) -> Completion:
-    """Raises ValueError for anything that is not a chat completion with readable tool calls."""
+    """Raises ValueError for anything that is not a chat completion."""
     try:
         value = json.loads(text)
-        message = value["choices"][0]["message"]
-        calls = tuple(
-            (str(call["function"]["name"]), _arguments(call["function"].get("arguments")))
-            for call in message.get("tool_calls") or ()
-        )
+        choice = value["choices"][0]
+        message = choice["message"]
+        calls, problem = _calls(message.get("tool_calls") or ())
         usage = value.get("usage") or {}
         content = message.get("content") or ""
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -130,12 +159,27 @@ def _read(text: str) -> Completion:
     if not isinstance(content, str):
         raise ValueError(f"the message's content is {type(content).__name__}, not text: {text[:300]!r}")
     return Completion(
-        content, calls, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        content=content,
+        calls=calls,
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        completion_tokens=int(usage.get("completion_tokens") or 0),
+        finish_reason=str(choice.get("finish_reason") or "stop"),
+        problem=problem,
     )
 
 
-def _arguments(value: Any) -> dict[str, Any]:
-    arguments = json.loads(value) if isinstance(value, str) and value.strip() else (value or {})
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a tool call are not an object: {value!r}")
-    return arguments
+def _calls(raw: Any) -> tuple[tuple[tuple[str, dict[str, Any]], ...], str | None]:
+    """(calls that can be read, what is wrong with the first that cannot)."""
+    calls, problem = [], None
+    for call in raw:
+        name, value = str(call["function"]["name"]), call["function"].get("arguments")
+        try:
+            arguments = json.loads(value) if isinstance(value, str) and value.strip() else (value or {})
+        except ValueError as error:
+            problem = problem or f"the arguments of the call of {name!r} are not JSON ({error}): {value!r}"
+            continue
+        if isinstance(arguments, dict):
+            calls.append((name, arguments))
+        else:
+            problem = problem or f"the arguments of the call of {name!r} are not an object: {value!r}"
+    return tuple(calls), problem

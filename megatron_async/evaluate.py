@@ -1,0 +1,110 @@
+"""`megatron-async evaluate`: success on held-out tasks of a run's engines, a checkpoint, or a chat endpoint.
+
+Invariants: without a policy named, the engines of the run are asked and the run gets a row in `evaluations.jsonl`; a
+checkpoint or an endpoint has a folder of its own, so it never mixes with a run's history. An interrupted evaluation
+goes on where it stopped. No engine that was started here outlives the command.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_async import launch
+from megatron_async.claim import claimed
+from megatron_async.config.placement import place
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.observe import RunFiles
+from megatron_async.rollout import evaluation
+from megatron_async.rollout.chat_endpoint import EndpointOptions
+from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
+from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
+from megatron_async.supervise import StopRequested, stop_on_signals
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedPolicy:
+    """What to evaluate: the engines of the run (nothing given), a checkpoint, or an endpoint.
+
+    checkpoint: a Hugging Face folder; engines are started on it as the configuration says. endpoint: base URL of an
+    OpenAI-compatible server, with the model's name there and the environment variable that holds its key ("" for
+    none). folder: where results go (None: `<run>/evaluation/<name of checkpoint or model>`).
+    """
+
+    checkpoint: Path | None = None
+    endpoint: str = ""
+    endpoint_model: str = "default"
+    endpoint_key_env: str = ""
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None and self.endpoint:
+            raise UserError("--checkpoint and --endpoint name two policies: choose one")
+        if self.checkpoint is not None and not (self.checkpoint / "config.json").is_file():
+            raise UserError(f"--checkpoint {self.checkpoint}: no Hugging Face checkpoint (no config.json in it)")
+
+    @property
+    def of_the_run(self) -> bool:
+        """Whether the engines of the run are asked."""
+        return self.checkpoint is None and not self.endpoint
+
+    def place(self, config: RunConfig) -> Path:
+        """The folder for the results of a checkpoint or an endpoint."""
+        if self.folder is not None:
+            return self.folder
+        named = str(self.checkpoint.resolve()) if self.checkpoint is not None else self.endpoint_model
+        return RunFiles(config.run_path).evaluation / re.sub(r"[^A-Za-z0-9._-]+", "-", named).strip("-")
+
+
+def main(config: RunConfig, policy: EvaluatedPolicy = EvaluatedPolicy()) -> int:
+    """Evaluate, print the page, keep it; returns the exit code. Raises UserError for what the user can mend."""
+    launch.check_environment(config)
+    try:
+        with stop_on_signals():
+            if policy.of_the_run:
+                result, folder = evaluation.evaluate_run(config), RunFiles(config.run_path).evaluation
+            else:
+                folder = policy.place(config)
+                result = _alone(config, policy, folder)
+    except StopRequested as stop:
+        print(f"stopped by {stop}; the same command goes on with what was played")  # noqa: T201
+        return launch.EXIT_STOPPED
+    _write(result, folder)
+    print(f"{describe(result)}results: {folder}")  # noqa: T201
+    return 0
+
+
+def _alone(config: RunConfig, policy: EvaluatedPolicy, folder: Path) -> EvaluationResult:
+    """Evaluate a checkpoint or an endpoint; the folder is held meanwhile."""
+    with claimed(folder):
+        if policy.checkpoint is None:
+            try:
+                return evaluate_endpoint(config, _options(config, policy), folder)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        return _checkpoint(replace(config, model=replace(config.model, path=str(policy.checkpoint))), folder)
+
+
+def _options(config: RunConfig, policy: EvaluatedPolicy) -> EndpointOptions:
+    return endpoint_options(config, policy.endpoint, policy.endpoint_model, policy.endpoint_key_env)
+
+
+def _checkpoint(config: RunConfig, folder: Path) -> EvaluationResult:
+    files = RunFiles(folder)
+    files.logs.mkdir(parents=True, exist_ok=True)
+    node = place(config)[0]
+    with launch.engines(config, files, node, config.engines.host) as servers:
+        urls = [server.url for server in servers]
+        return evaluation.evaluate_engines(config, urls, launch.engines_alive(servers), folder=folder)
+
+
+def _write(result: EvaluationResult, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evaluation.json").write_text(json.dumps(result.as_dict(), indent=1), encoding="utf-8")
+    (folder / "evaluation.md").write_text(describe(result), encoding="utf-8")

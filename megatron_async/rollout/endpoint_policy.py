@@ -1,0 +1,214 @@
+"""A policy behind any OpenAI-compatible chat endpoint, for evaluation only: messages in, messages out, no tokens.
+
+Invariants
+- The policy's mistakes are its own: a tool call that cannot be read becomes a turn with a `parse_error`, an answer cut
+  by the limit on tokens ends the episode as for engines, and neither is asked for again.
+- What the endpoint or the environment fails at ends the episode as a failure, never as a reward.
+- Results go back under the id of the call they answer; the reasoning of earlier turns is not sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from megatron_async.config.schema import RunConfig
+from megatron_async.rollout.agent_loop import EpisodeLimits
+from megatron_async.rollout.chat_endpoint import ChatEndpoint, Completion, EndpointError, EndpointOptions
+from megatron_async.rollout.environments import build_task_source
+from megatron_async.rollout.environments.base import (
+    AssistantTurn,
+    Environment,
+    EnvironmentFailure,
+    Message,
+    Task,
+    TaskSource,
+    ToolCall,
+)
+from megatron_async.rollout.evaluation import Player, journalled, run_blocking
+from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
+from megatron_async.rollout.evaluation_statistics import EvaluationResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def endpoint_options(config: RunConfig, url: str, model: str, api_key_env: str) -> EndpointOptions:
+    """The endpoint as the configuration samples: temperature of evaluations, tokens and time of one turn."""
+    rollout = config.rollout
+    sampling: dict[str, Any] = {
+        "temperature": config.evaluation.temperature,
+        "max_tokens": rollout.max_new_tokens,
+    }
+    if rollout.top_p < 1.0:
+        sampling["top_p"] = rollout.top_p
+    return EndpointOptions(
+        url=url,
+        model=model,
+        api_key_env=api_key_env,
+        timeout_s=rollout.turn_deadline_s,
+        retries=rollout.max_retries,
+        concurrency=rollout.concurrency,
+        sampling=sampling,
+    )
+
+
+def evaluate_endpoint(config: RunConfig, options: EndpointOptions, folder: Path) -> EvaluationResult:
+    """Evaluate as `config.evaluation` says, the policy being an endpoint; results go to `folder`.
+
+    Raises ValueError when the variable with the key is not set, UserError as `evaluation.evaluate`.
+    """
+    source = build_task_source(config.environment, "heldout", config.seed)
+    conditions = {
+        "endpoint": asdict(replace(options, concurrency=0)),  # how many at once changes no answer
+        "limits": asdict(EpisodeLimits.from_config(config)),
+        "environment": asdict(config.environment),
+    }
+    play = endpoint_player(ChatEndpoint(options), source, EpisodeLimits.from_config(config))
+    return run_blocking(journalled(config, play, source, conditions, folder))
+
+
+def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeLimits) -> Player:
+    """Plays episodes of `source` with the policy behind `endpoint`."""
+
+    async def play(task: Task, sample: str) -> EvaluatedEpisode:
+        async with endpoint.session() as session:
+            return await _Episode(endpoint, session, source.environment(task), limits).run(task.task_id)
+
+    return play
+
+
+class _Failure(Exception):
+    """Ends an episode without a reward. kind: short name that is counted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+class _Episode:
+    def __init__(
+        self,
+        endpoint: ChatEndpoint,
+        session: aiohttp.ClientSession,
+        environment: Environment,
+        limits: EpisodeLimits,
+    ) -> None:
+        self._endpoint, self._session = endpoint, session
+        self._environment, self._limits = environment, limits
+        self._messages: list[dict[str, Any]] = []
+        self._tools: list[dict[str, Any]] = []
+        self._ids = itertools.count(1)
+        self._asked: list[str] = []  # ids of the calls whose results are still to come
+        self._tokens = self._turns = 0
+
+    async def run(self, name: str) -> EvaluatedEpisode:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._limits.trajectory_deadline_s):
+                ending = await self._play()
+                reward, info = await self._ask("reward", self._environment.reward())
+        except _Failure as failure:
+            logger.warning("evaluation of %s: %s: %s", name, failure.kind, failure)
+            return self._episode(None, failure.kind, {}, started)
+        except TimeoutError:
+            logger.warning("evaluation of %s: trajectory_deadline", name)
+            return self._episode(None, "trajectory_deadline", {}, started)
+        finally:
+            await self._environment.close()
+        return self._episode(float(reward), ending, info, started)
+
+    def _episode(
+        self, reward: float | None, ending: str, info: dict[str, Any], started: float
+    ) -> EvaluatedEpisode:
+        return EvaluatedEpisode(
+            reward=reward,
+            ending=ending,
+            info=info,
+            truncated=reward is not None and ending != "done",
+            tokens=self._tokens,
+            turns=self._turns,
+            seconds=time.monotonic() - started,
+        )
+
+    async def _play(self) -> str:
+        start = await self._ask("reset", self._environment.reset())
+        self._tools = start.tools
+        self._hear(start.messages)
+        while True:
+            completion = await self._answer()
+            self._turns += 1
+            self._tokens += completion.completion_tokens
+            if completion.finish_reason == "length":
+                return "max_new_tokens"
+            step = await self._ask("step", self._environment.step(self._turn(completion)))
+            if step.done:
+                return "environment_truncated" if step.truncated else "done"
+            if self._turns >= self._limits.max_turns:
+                return "max_turns"
+            if completion.prompt_tokens + completion.completion_tokens >= self._limits.max_tokens:
+                return "max_tokens"
+            self._hear(step.messages)
+
+    async def _answer(self) -> Completion:
+        try:
+            return await self._endpoint.complete(
+                self._session, self._messages, self._tools, lambda completion: completion
+            )
+        except EndpointError as error:
+            raise _Failure("endpoint_failure", str(error)) from error
+
+    async def _ask(self, what: str, call: Awaitable[T]) -> T:
+        """One call of the environment; whatever goes wrong in there is a failure of the environment."""
+        try:
+            return await call
+        except EnvironmentFailure as error:
+            raise _Failure("environment_failure", f"{what}: {error}") from error
+        except Exception as error:  # environments are users' code: their bugs are failures of the environment
+            logger.exception("the environment raised in %s", what)
+            raise _Failure("environment_exception", f"{what} raised {error!r}") from error
+
+    def _turn(self, completion: Completion) -> AssistantTurn:
+        """What the endpoint said, also put into the conversation."""
+        calls = [
+            ToolCall(name, arguments, f"call_{next(self._ids)}") for name, arguments in completion.calls
+        ]
+        self._asked = [call.id for call in calls]
+        self._messages.append(_said(completion.content, calls))
+        problem = completion.problem
+        if problem is None and not calls and not completion.content.strip():
+            problem = "the turn is empty"
+        return AssistantTurn(completion.content.strip(), tuple(calls), problem)
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message.role == "tool":
+                known = self._asked.pop(0) if self._asked else f"call_{next(self._ids)}"
+                self._messages.append({"role": "tool", "tool_call_id": known, "content": message.content})
+            elif message.role == "assistant":
+                self._messages.append(_said(message.content, message.tool_calls))
+                self._asked = [call.id for call in message.tool_calls]
+            else:
+                self._messages.append({"role": message.role, "content": message.content})
+
+
+def _said(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"role": "assistant", "content": content}
+    written = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in calls
+    ]
+    return {**entry, "tool_calls": written} if written else entry
