@@ -1,26 +1,32 @@
 """What a history of weights costs: captures and restores against memory copies, memory against full copies.
 
-    python -m tools.benchmark_snapshot_codec [--parameters 128e6] [--threads 1] [--device cpu] [--no-write]
+    python -m tools.benchmark_snapshot_codec [--parameters 128e6] [--threads 1] [--device cpu] [--parts density,1e-6]
 
-Two parts, both in bf16 and through the store's public calls:
+The weights are layers of Qwen3-30B-A3B as one of eight expert-parallel ranks holds them (random numbers), in bf16, and
+everything goes through the store's public calls:
 
-1. By density: a share of the weights moves by one unit in the last place; `capture` and a one-step `journey.go` are
+1. `density`: a share of the weights moves by one unit in the last place; `capture` and a one-step `journey.go` are
    timed against a plain copy of the weights, taken in turns in the same run.
-2. By learning rate: fp32 masters under torch.optim.Adam with random gradients, published as bf16 for some versions;
-   memory of the records against as many full copies, and the switch to the version before and back against
-   `FullCopyStore`, each with and without digests.
+2. A learning rate: fp32 masters under torch.optim.Adam (the optimiser that Megatron takes where it has no fused one)
+   with random gradients, published as bf16 for some versions; memory of the records, and growth of the process, against
+   as many full copies; and the switch to the version before and back against `FullCopyStore`, each with and without
+   digests.
 
-On another device the plain copies and the full copies go to page-locked host memory, as trainers keep them there.
+On another device the plain copies and the full copies go to page-locked host memory, as trainers keep them there, and
+records stay in device memory while it is given to them.
 
-Every timing is the best of several rounds, on both sides. Rows go to docs/benchmarks/snapshot.json.
+Every timing is the best of several rounds, on both sides. Rows go to docs/benchmarks/snapshot.json, those of another
+device to snapshot_device.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -30,7 +36,10 @@ from tools.benchmark_rows import Row, write_rows
 DENSITIES = (0.005, 0.02, 0.09, 0.5)
 RATES = (1e-6, 1e-5, 1e-4)
 ROUNDS = 5
-TENSOR = 1 << 24
+HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_DIM, EXPERTS, EXPERT_HIDDEN = 2048, 32, 4, 128, 128, 768
+EXPERTS_ON_RANK = EXPERTS // 8
+HOST_GOALS = {"capture": ">= 0.3", "restore": ">= 1.2", "restore_sparse": ">= 3", "switch": "<= 0.75"}
+DEVICE_GOALS = {"capture": ">= 0.8", "restore": ">= 0.8", "restore_sparse": "", "switch": "<= 0.1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +53,61 @@ class Options:
     def on_host(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def goals(self) -> dict[str, str]:
+        return HOST_GOALS if self.on_host else DEVICE_GOALS
 
-def weights(parameters: int, seed: int) -> dict[str, torch.Tensor]:
-    """fp32 masters of a model: normal with deviation 0.02, in tensors of at most 16 Mi."""
-    random = torch.Generator().manual_seed(seed)
-    sizes = [min(TENSOR, parameters - start) for start in range(0, parameters, TENSOR)]
-    return {f"tensor.{n}": torch.randn(size, generator=random).mul_(0.02) for n, size in enumerate(sizes)}
+    def random(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
 
 
-def published(options: Options, masters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: master.to(options.device, torch.bfloat16) for name, master in masters.items()}
+def shapes(parameters: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of whole tensors until there are that many weights, layer by layer."""
+    left, layer = parameters, 0
+    while left > 0:
+        prefix = f"layers.{layer}"
+        heads = (HEADS + 2 * KEY_VALUE_HEADS) * HEAD_DIM
+        rows: list[tuple[str, tuple[int, ...]]] = [
+            ("input_norm", (HIDDEN,)),
+            ("qkv", (heads, HIDDEN)),
+            ("q_norm", (HEAD_DIM,)),
+            ("k_norm", (HEAD_DIM,)),
+            ("out", (HIDDEN, HEADS * HEAD_DIM)),
+            ("router", (EXPERTS, HIDDEN)),
+        ]
+        for expert in range(EXPERTS_ON_RANK):
+            rows.append((f"experts.{expert}.gate_up", (2 * EXPERT_HIDDEN, HIDDEN)))
+            rows.append((f"experts.{expert}.down", (HIDDEN, EXPERT_HIDDEN)))
+        for name, shape in rows:
+            if left > 0:
+                yield f"{prefix}.{name}", shape
+            left -= torch.Size(shape).numel()
+        layer += 1
+
+
+def weights(options: Options, seed: int) -> dict[str, torch.Tensor]:
+    """fp32 masters: matrices normal with deviation 0.02, norms one."""
+    random = options.random(seed)
+    return {
+        name: torch.randn(shape, generator=random, device=options.device).mul_(0.02)
+        if len(shape) > 1
+        else torch.ones(shape, device=options.device)
+        for name, shape in shapes(options.parameters)
+    }
+
+
+def published(masters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: master.to(torch.bfloat16) for name, master in masters.items()}
+
+
+def bytes_of(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def process_bytes() -> int:
+    """Memory that this process has in use, without what its allocator only keeps."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -62,24 +116,36 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def settings(options: Options, host_bytes: int, *, shadow: bool, verify: str) -> SnapshotConfig:
+def settings(options: Options, record_bytes: int, *, shadow: bool, verify: str) -> SnapshotConfig:
+    """Records in the memory that the weights are in."""
     keep = options.versions + 1
     return SnapshotConfig(
-        host_bytes=host_bytes,
+        host_bytes=record_bytes if options.on_host else 0,
+        device_bytes=0 if options.on_host else record_bytes,
         keep_last=keep,
         shadow=shadow,
+        verify=verify,
+        threads=options.threads,
+    )
+
+
+def copies(options: Options, nbytes: int, verify: str) -> SnapshotConfig:
+    """Two full copies in host memory."""
+    return SnapshotConfig(
+        host_bytes=nbytes,
+        keep_last=options.versions + 1,
         verify=verify,
         threads=options.threads,
         pin_memory=not options.on_host,
     )
 
 
-def move(tensors: dict[str, torch.Tensor], share: float, seed: int) -> None:
+def move(options: Options, tensors: dict[str, torch.Tensor], share: float, seed: int) -> None:
     """Move a share of the weights to the next bf16 number."""
-    random = torch.Generator().manual_seed(seed)
+    random = options.random(seed)
     for tensor in tensors.values():
         words = tensor.view(torch.int16)
-        words.add_((torch.rand(words.shape, generator=random) < share).to(words.device, torch.int16))
+        words.add_((torch.rand(words.shape, generator=random, device=words.device) < share).to(torch.int16))
 
 
 def there_and_back(
@@ -101,21 +167,22 @@ def there_and_back(
 
 def by_density(options: Options) -> Iterator[Row]:
     """Captures and one-step restores against a copy."""
-    tensors = published(options, weights(options.parameters, 0))
+    tensors = published(weights(options, 0))
     pin = not options.on_host
     copy = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         for name, tensor in tensors.items()
     }
-    nbytes = sum(tensor.numel() * 2 for tensor in tensors.values())
+    nbytes = bytes_of(tensors)
 
     def plain() -> None:
         for name, tensor in tensors.items():
-            copy[name].copy_(tensor)
+            copy[name].copy_(tensor, non_blocking=True)
+        torch.get_device_module(options.device).synchronize()
 
     plain()
     for share in DENSITIES:
-        copies = [seconds(plain)]
+        copied = [seconds(plain)]
         results: dict[str, float] = {}
         for verify in ("off", "full"):
             config = settings(options, nbytes * 3, shadow=True, verify=verify)
@@ -123,15 +190,15 @@ def by_density(options: Options) -> Iterator[Row]:
                 captures: list[float] = []
                 restores: list[float] = []
                 for version in range(1, 4):
-                    move(tensors, share, version)
+                    move(options, tensors, share, version)
                     captures.append(store.capture(version).seconds)
-                    copies.append(seconds(plain))
+                    copied.append(seconds(plain))
                 for _ in range(ROUNDS):
                     restores += there_and_back(options, store, 2)
-                    copies.append(seconds(plain))
+                    copied.append(seconds(plain))
             results[verify] = min(restores)
             results["capture"] = min(*captures, results.get("capture", captures[0]))
-        yield from density_rows(options, share, nbytes, min(copies), results)
+        yield from density_rows(options, share, nbytes, min(copied), results)
 
 
 def density_rows(
@@ -140,11 +207,15 @@ def density_rows(
     percent = f"{100 * share:g}"
     gigabytes = nbytes / 1e9
     where = (
-        f"{100 * share:g} % of {options.parameters / 1e6:.0f} M bf16 weights changed, {options.threads} thread(s), "
+        f"{100 * share:g} % of {nbytes / 2e6:.0f} M bf16 weights changed, {options.threads} thread(s), "
         f"{options.device}; copy {gigabytes / copied:.1f}, capture {gigabytes / results['capture']:.1f}, restore "
         f"{gigabytes / results['off']:.1f}, restore with digests {gigabytes / results['full']:.1f} GB/s of weights"
     )
-    goals = {0.02: (">= 0.3", ">= 1.2"), 0.005: ("", ">= 3")}.get(share, ("", ""))
+    named = options.goals
+    goals = {
+        0.02: (named["capture"], named["restore"]),
+        0.005: ("", named["restore_sparse"]),
+    }.get(share, ("", ""))
     suffix = "" if share == 0.02 else f"_at_{percent}_percent"
     yield Row(f"capture_ratio{suffix}", round(copied / results["capture"], 3), "", goals[0], where)
     yield Row(f"restore_ratio{suffix}", round(copied / results["off"], 3), "", goals[1], where)
@@ -154,27 +225,55 @@ def density_rows(
 # ---- by learning rate ------------------------------------------------------------------------------------------------
 
 
+class Adam:
+    """One optimiser per master, so that only one tensor's gradient exists at a time."""
+
+    def __init__(self, options: Options, masters: dict[str, torch.Tensor], lr: float) -> None:
+        self._random = options.random(2)
+        self._parts = [
+            torch.optim.Adam([master], lr=lr, betas=(0.9, 0.98), eps=1e-8, foreach=False)
+            for master in masters.values()
+        ]
+
+    def step(self) -> None:
+        for optimizer in self._parts:
+            (master,) = optimizer.param_groups[0]["params"]
+            gradient = torch.randn(master.shape, generator=self._random, device=master.device)
+            master.grad = gradient.mul_(1e-3)
+            optimizer.step()
+            master.grad = None
+
+    def allocate(self) -> None:
+        """Make the moments, which would otherwise appear with the first step."""
+        for optimizer in self._parts:
+            (group,) = optimizer.param_groups
+            (master,), lr, group["lr"] = group["params"], group["lr"], 0.0
+            master.grad = torch.zeros_like(master)
+            optimizer.step()
+            master.grad, group["lr"] = None, lr
+            optimizer.state[master]["step"].zero_()
+
+
 def by_learning_rate(options: Options, lr: float) -> Iterator[Row]:
-    """Memory of the records, and the switch to the version before and back."""
-    masters = {name: master.to(options.device) for name, master in weights(options.parameters, 1).items()}
-    optimizer = torch.optim.Adam(list(masters.values()), lr=lr, betas=(0.9, 0.98), eps=1e-8, foreach=False)
-    live = published(options, masters)
-    nbytes = sum(tensor.numel() * 2 for tensor in live.values())
-    random = torch.Generator().manual_seed(2)
+    """Memory of the history, and the switch to the version before and back."""
+    masters = weights(options, 1)
+    live = published(masters)
+    optimizer = Adam(options, masters, lr)
+    optimizer.allocate()
+    nbytes, before = bytes_of(live), process_bytes()
     config = settings(options, nbytes * options.versions, shadow=False, verify="full")
     with SnapshotStore(live, version=0, config=config) as store:
         changed, took = [], []
         for version in range(1, options.versions + 1):
-            for master in masters.values():
-                master.grad = torch.randn(master.shape, generator=random).mul_(1e-3).to(options.device)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
             new = ((name, master.to(torch.bfloat16)) for name, master in masters.items())
             report = store.capture_update(version, new)
             changed.append(report.changed)
             took.append(report.seconds)
-        used = store.usage()["host"]
-        yield from memory_rows(options, lr, used, nbytes, changed)
+        grown = process_bytes() - before
+        # What takes the place of the masters must not be counted, and their memory is needed for the full copies.
+        del optimizer, masters
+        yield from memory_rows(options, lr, store, (nbytes, grown), changed, took)
         yield from switch_rows(options, lr, store, live, nbytes)
 
 
@@ -182,25 +281,33 @@ def name_of(lr: float) -> str:
     return f"lr{lr:.0e}".replace("e-0", "e-")
 
 
-def memory_rows(options: Options, lr: float, used: int, nbytes: int, changed: list[float]) -> Iterator[Row]:
+def memory_rows(
+    options: Options,
+    lr: float,
+    store: SnapshotStore,
+    sizes: tuple[int, int],
+    changed: list[float],
+    took: list[float],
+) -> Iterator[Row]:
+    """sizes: bytes of the weights, and of the growth of the process."""
+    (nbytes, grown), usage = sizes, store.usage()
+    used, full = usage["host" if options.on_host else "device"], options.versions * sizes[0]
     shares = ", ".join(f"{100 * share:.1f}" for share in changed)
     where = (
-        f"{options.versions} versions of {options.parameters / 1e6:.0f} M bf16 weights, Adam at lr {lr:g} with fp32 "
-        f"masters; {shares} % of the weights changed (dense tasks count in full); {used / 1e6:.0f} MB of records"
+        f"{options.versions} versions of {nbytes / 2e6:.0f} M bf16 weights (Qwen3-MoE), Adam at lr {lr:g} with fp32 "
+        f"masters; {shares} % of the weights changed (dense tasks count in full); {used / 1e6:.0f} MB of records, "
+        f"copies {full / 1e6:.0f} MB; captures of {1e3 * min(took):.0f}-{1e3 * max(took):.0f} ms"
     )
-    full = options.versions * nbytes
     goal = {1e-6: f"<= {1 / 16}", 1e-4: "<= 1.1"}.get(lr, "")
+    name = name_of(lr)
     yield Row(
-        f"memory_ratio_{name_of(lr)}",
-        round(used / full, 4),
-        "",
-        goal,
-        where + "; streamed updates, no shadow",
+        f"memory_ratio_{name}", round(used / full, 4), "", goal, where + "; streamed updates, no shadow"
     )
-    shadowed = (used + nbytes) / full
-    yield Row(
-        f"memory_with_shadow_ratio_{name_of(lr)}", round(shadowed, 4), "", "", where + "; with a shadow copy"
-    )
+    if options.on_host:
+        everything = f"{where}; everything the process took from opening the store on: {grown / 1e6:.0f} MB"
+        yield Row(f"memory_process_ratio_{name}", round(grown / full, 4), "", goal, everything)
+    shadowed = round((used + nbytes) / full, 4)
+    yield Row(f"memory_with_shadow_ratio_{name}", shadowed, "", "", where + "; with a shadow copy")
 
 
 def switch_rows(
@@ -209,25 +316,29 @@ def switch_rows(
     """Both stores in turns: to the version before and back, and to the oldest and back."""
     newest = store.live_version
     for verify in ("full", "off"):
-        config = settings(options, 2 * nbytes + (1 << 20), shadow=False, verify=verify)
+        config = copies(options, 2 * nbytes + (1 << 20), verify)
         store.config = config
         for gap in (1, options.versions):
             full = FullCopyStore(live, version=newest, config=config)
             full._copies[newest - gap] = full._copies[newest]
-            deltas, copies = [], []
+            deltas, full_copies = [], []
             for _ in range(ROUNDS):
                 deltas.append(sum(there_and_back(options, store, newest - gap)))
-                copies.append(sum(there_and_back(options, full, newest - gap)))
+                full_copies.append(sum(there_and_back(options, full, newest - gap)))
             full.close()
             suffix = (
                 name_of(lr) + ("" if gap == 1 else f"_gap{gap}") + ("" if verify == "full" else "_unchecked")
             )
-            goal = {1e-6: "<= 0.75", 1e-4: "<= 1.1"}.get(lr, "") if gap == 1 and verify == "full" else ""
-            where = (
-                f"gap {gap}, {options.parameters / 1e6:.0f} M bf16 weights, {options.threads} thread(s), digests "
-                f"{verify} on both sides; {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(copies):.0f} ms"
+            goal = (
+                {1e-6: options.goals["switch"], 1e-4: "<= 1.1"}.get(lr, "")
+                if gap == 1 and verify == "full"
+                else ""
             )
-            yield Row(f"switch_ratio_{suffix}", round(min(deltas) / min(copies), 3), "", goal, where)
+            where = (
+                f"gap {gap}, {nbytes / 2e6:.0f} M bf16 weights, {options.threads} thread(s), digests "
+                f"{verify} on both sides; {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(full_copies):.0f} ms"
+            )
+            yield Row(f"switch_ratio_{suffix}", round(min(deltas) / min(full_copies), 3), "", goal, where)
 
 
 def main() -> None:
@@ -240,13 +351,19 @@ def main() -> None:
     )
     parser.add_argument("--versions", type=int, default=8, help="updates per learning rate")
     parser.add_argument("--device", default="cpu", help="where the weights are (default cpu)")
+    parts = ("density", *map(str, RATES))
+    parser.add_argument(
+        "--parts",
+        default=",".join(parts),
+        help="comma-separated: density, learning rates (default: %(default)s)",
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
     arguments = parser.parse_args()
     options = Options(int(arguments.parameters), arguments.threads, arguments.versions, arguments.device)
     torch.set_num_threads(options.threads)
-    rows = list(by_density(options))
-    for lr in RATES:
-        rows += by_learning_rate(options, lr)
+    rows: list[Row] = []
+    for part in arguments.parts.split(","):
+        rows += by_density(options) if part == "density" else by_learning_rate(options, float(part))
     for row in rows:
         verdict = "" if row.passed is None else ("  ok" if row.passed else "  MISSED")
         print(f"{row.figure:42} {row.value:8} {row.goal:10}{verdict}   {row.conditions}")

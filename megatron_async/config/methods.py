@@ -90,6 +90,9 @@ SOURCES: tuple[str, ...] = tuple(
     dict.fromkeys(name for anchor in ANCHORS.values() for name in (anchor.source, *anchor.other_sources))
 )
 
+DIFFERENCES: tuple[str, ...] = ("snapshot", "dedicated")
+"""Values of `old_logits.source` that keep the history as differences of the bits."""
+
 WEIGHTS: dict[str, str] = {
     "none": "1",
     "discrepancy": "old/rollout",

@@ -22,7 +22,7 @@ from megatron_async.config.estimate import (
     weight_width,
 )
 from megatron_async.config.hf import ModelShape
-from megatron_async.config.methods import ADVANTAGES
+from megatron_async.config.methods import ADVANTAGES, DIFFERENCES
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
 
@@ -30,8 +30,6 @@ _FP32 = 4
 EXPORT_BUCKET = 256 * 2**20
 """Whole tensors that rank 0 gathers at once (`engine/hf_export.py`)."""
 FULL_COPIES_BEYOND_WINDOW = 3
-DIFFERENCES = ("snapshot", "dedicated")
-"""Values of `old_logits.source` that keep the history as differences."""
 
 CHANGED_WEIGHTS = ((1e-6, 0.042), (5e-6, 0.15), (1e-4, 0.87))
 """(learning rate, share of bf16 weights whose bits differ after the first Adam step): measured on simulated updates
@@ -107,7 +105,7 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
             "logits" if activations.logits > activations.recomputed else "a layer again",
             max(activations.logits, activations.recomputed),
         ),
-        ("history: shadow", held.weights if source in DIFFERENCES else 0),
+        ("history: shadow", held.weights if keeps_shadow(config) else 0),
         ("history: records", config.snapshots.device_bytes if source in DIFFERENCES else 0),
         ("average", masters if source == "ewma" else 0),
         ("reference", held.weights if config.objective.kl_coefficient > 0 else 0),
@@ -125,12 +123,24 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
     )
 
 
+def keeps_shadow(config: RunConfig) -> bool:
+    """Whether a trainer rank holds a copy of its weights to compare versions with (`snapshots.shadow`)."""
+    if config.old_logits.source not in DIFFERENCES:
+        return False
+    return config.model.dtype == "float32" if config.snapshots.shadow is None else config.snapshots.shadow
+
+
 def scorer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
     """Memory of each rank of a dedicated old-logit model: the policy's weights and history, and a forward pass."""
     trainer = trainer_budget(shape, config, stage)
     needs = dict(trainer.needs)
     forward = logits_bytes(shape, config, stage)
-    kept = {name: needs[name] for name in ("weights", "history: shadow", "history: records")}
+    # It makes no updates of its own: it compares with a copy what arrives.
+    kept = {
+        "weights": needs["weights"],
+        "history: shadow": needs["weights"],
+        "history: records": needs["history: records"],
+    }
     return Budget(
         f"dedicated {trainer.what.removeprefix('trainer ')}",
         (*kept.items(), ("logits", forward)),

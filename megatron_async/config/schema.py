@@ -234,6 +234,10 @@ class SnapshotsConfig:
     walks are as long as the staleness window, so it pays only for wide windows or as insurance against bad disks."""
     verify: Literal["full", "off"] = "full"
     """Compare digests of all weights whenever a version was put in place and after coming back: one reading of the
+    shadow: bool | None = None
+    """Keep a copy of the weights to compare every new version with. null: only where the weights have no fp32 masters
+    (`model.dtype: float32`). Without it the difference is taken inside the optimiser step, before the new bits are
+    written: no copy, but the step waits for it, and gathers each tensor once more under the distributed optimiser."""
     weights each. off trusts memory and disk."""
     compression_level: int = 1
     """zstd level of what goes to disk; 0 writes it as it is. Higher is smaller and slower."""

@@ -8,7 +8,7 @@ Invariants:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_async.config.schema import OptimizerConfig
+from megatron_async.engine.new_weights import new_weights
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 ENDLESS = 2**31
 """Decay steps of a schedule that never decays."""
@@ -101,6 +104,16 @@ class Optimizer:
         )
         self.megatron = get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(config, self.megatron)
+        self._observer: Callable[[NamedTensors], None] | None = None
+        self._named: Callable[[], NamedTensors] | None = None
+
+    def observe(self, observer: Callable[[NamedTensors], None], named: Callable[[], NamedTensors]) -> None:
+        """Call `observer` in every step with the new weights, before any of them is written into the model.
+
+        It must iterate to the end, and may write those same bits itself. named: this rank's parameters by name. Weights
+        without masters of their own are already written then: see `new_weights.have_masters`.
+        """
+        self._observer, self._named = observer, named
 
     @property
     def num_steps(self) -> int:
@@ -131,7 +144,13 @@ class Optimizer:
         self.schedule.step(1)
         if self.config.clip_grad > 0:
             self._clip(norm)
-        self.megatron.step_with_ready_grads()
+        if self._observer is None or self._named is None:
+            self.megatron.step_with_ready_grads()
+        else:
+            for inner in self.inner_optimizers():
+                inner.optimizer.step()
+            self._observer(new_weights(self.inner_optimizers(), self._chunks, self._named()))
+            self._write_masters()
         return StepOutcome(norm, self._lr(), None)
 
     def _clip(self, norm: float) -> None:
@@ -160,6 +179,10 @@ class Optimizer:
             kept = master.detach().clone()
             master.copy_(value)
             value.copy_(kept)
+        self._write_masters()
+
+    def _write_masters(self) -> None:
+        """Put the masters into the model, rounded to its dtype; collective."""
         for inner in self.inner_optimizers():
             # Masters of fp32 weights are the weights themselves, and Megatron's plain fp32 optimiser has no such copy.
             if hasattr(inner, "_copy_main_params_to_model_params"):

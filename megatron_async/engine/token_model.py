@@ -30,6 +30,7 @@ from megatron_async.engine.hf_export import CheckpointWriter, ExportPlan
 from megatron_async.engine.hf_reader import load_pieces
 from megatron_async.engine.hf_weights import NameTable, Piece, global_name
 from megatron_async.engine.model import DTYPES, build_chunks, transformer_config
+from megatron_async.engine.new_weights import have_masters
 from megatron_async.engine.optimizer import Optimizer, wrap_ddp
 from megatron_async.engine.packing import PackingPlan, pack
 from megatron_async.engine.passes import LossFn, PassResult, Readout, run_pass
@@ -348,6 +349,20 @@ class TokenModel:
                 f"this {type(self).__name__.lower()} was built without an optimiser; pass an OptimizerConfig to build"
             )
         return self.optimizer
+    @property
+    def has_masters(self) -> bool:
+        """Whether a step moves fp32 masters first, and every weight follows them: what `observe_updates` needs."""
+        return self.optimizer is not None and have_masters(self.models)
+
+    def observe_updates(self, observer: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+        """Give every step's new weights, named as by `named_parameters`, to `observer` before they are in the model.
+
+        Collective in every step that is made: the observer iterates to the end. It may write the bits into the model.
+        """
+        if not self.has_masters:
+            raise RuntimeError("the weights have no fp32 masters of their own; a step writes them before it is seen")
+        self._required_optimizer().observe(observer, self.named_parameters)
+
 
     @functools.cached_property
     def _export_plan(self) -> ExportPlan:

@@ -171,14 +171,21 @@ def peer_file(config: RunConfig, rank: int) -> Path:
 
 
 def open_history(config: RunConfig, policy: Policy, version: int, folder: Path | None) -> SnapshotStore:
-    """The history of this rank's weights as differences; folder: on disk, or None to keep it in memory."""
+    """The history of this rank's weights as differences; folder: on disk, or None to keep it in memory.
+
+    Without a shadow copy it sees every update of the policy from now on, before the update is in the weights.
+    """
     options, tensors = config.snapshots, dict(policy.named_parameters())
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    # A dedicated model makes no updates of its own: it takes those that arrive, and compares.
+    follows = policy.optimizer is None
+    shadow = follows or (not policy.has_masters if options.shadow is None else options.shadow)
     settings = SnapshotConfig(
         host_bytes=nbytes if options.host_bytes is None else options.host_bytes,
         device_bytes=options.device_bytes,
         disk_bytes=options.disk_bytes,
         durable=options.durable,
+        shadow=shadow,
         threads=options.threads,
         keyframe_every=options.keyframe_every,
         verify=options.verify,
@@ -186,7 +193,10 @@ def open_history(config: RunConfig, policy: Policy, version: int, folder: Path |
         pin_memory=platform.setup().is_gpu,
         deadline_s=config.trainer.deadline_s,
     )
-    return SnapshotStore(tensors, version=version, config=settings, directory=folder)
+    store = SnapshotStore(tensors, version=version, config=settings, directory=folder)
+    if not settings.shadow:
+        policy.observe_updates(store.stage_update)
+    return store
 
 
 def open_full_copies(config: RunConfig, policy: Policy, version: int) -> FullCopyStore:

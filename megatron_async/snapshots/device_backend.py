@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_async.snapshots import digest
 from megatron_async.snapshots.bits import CHUNK, WORD_DTYPES, Task
 from megatron_async.snapshots.codec import (
     EMPTY,
@@ -20,6 +21,7 @@ from megatron_async.snapshots.codec import (
     dense_bytes,
     narrow_bytes,
 )
+from megatron_async.snapshots.digest import STRIPE
 
 
 def _signed(value: int) -> int:
@@ -27,9 +29,10 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-KEY = _signed(0x9E3779B97F4A7C15)
-MIX_1 = _signed(0xBF58476D1CE4E5B9)
-MIX_2 = _signed(0x94D049BB133111EB)
+KEY = _signed(digest.KEY)
+MIX_1 = _signed(digest.MIX_1)
+MIX_2 = _signed(digest.MIX_2)
+LOW = 0xFFFFFFFF
 
 
 def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
@@ -48,6 +51,9 @@ def _octets(column: torch.Tensor) -> torch.Tensor:
 
 class DeviceKernels:
     """Implements `codec.Kernels` for any device PyTorch knows."""
+
+    def __init__(self) -> None:
+        self._keys: dict[torch.device, torch.Tensor] = {}
 
     def encode(self, task: Task, old: torch.Tensor, new: torch.Tensor) -> tuple[Segment, torch.Tensor | None]:
         difference = old ^ new
@@ -135,11 +141,31 @@ class DeviceKernels:
         elif octets.storage_offset() % 8:
             octets = octets.clone()
         values = octets.view(torch.int64)
-        positions = torch.arange(values.numel(), device=words.device) + task.first_digest_word
-        t = values ^ (positions * KEY + MIX_2)
-        t = (t ^ _shift_right(t, 30)) * MIX_1
-        t = (t ^ _shift_right(t, 27)) * MIX_2
-        return int((t ^ _shift_right(t, 31)).sum()) & ((1 << 64) - 1)
+        rows = _stripes(values)
+        x = rows ^ self._stripe_keys(words.device)
+        # The words that fill the last stripe were zero and must count for nothing: their products are cut off.
+        products = (x & LOW) * _shift_right(x, 32)
+        products.view(-1)[values.numel() :] = 0
+        places = torch.arange(x.shape[0], device=words.device) + task.first_digest_word // STRIPE
+        inner = _mix(products.sum(1) ^ (places * KEY + MIX_2))
+        return int(_mix(inner ^ rows.sum(1)).sum()) & ((1 << 64) - 1)
+
+    def _stripe_keys(self, device: torch.device) -> torch.Tensor:
+        if device not in self._keys:
+            self._keys[device] = torch.from_numpy(digest.stripe_keys().view("int64")).to(device)
+        return self._keys[device]
+
+
+def _stripes(values: torch.Tensor) -> torch.Tensor:
+    """int64[n] as rows of `STRIPE`, the last filled with zeros."""
+    missing = -values.numel() % STRIPE
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).reshape(-1, STRIPE)
+
+
+def _mix(t: torch.Tensor) -> torch.Tensor:
+    t = (t ^ _shift_right(t, 30)) * MIX_1
+    t = (t ^ _shift_right(t, 27)) * MIX_2
+    return t ^ _shift_right(t, 31)
 
 
 def _offsets(places: torch.Tensor) -> torch.Tensor:

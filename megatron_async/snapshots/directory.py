@@ -25,7 +25,8 @@ import xxhash
 from megatron_async.snapshots.errors import DamagedRecordError, SnapshotBusyError, TensorSetError
 from megatron_async.snapshots.record_file import replace_file
 
-FORMAT = 1
+FORMAT = 2
+"""1 had other digests."""
 
 
 def record_path(folder: Path, version: int) -> Path:
@@ -65,7 +66,8 @@ class Directory:
             raise SnapshotBusyError(
                 f"{path} is used by another snapshot store. Give each rank its own directory, and close the other store"
             ) from error
-        self._behind = False
+        self.behind = False
+        """The manifest on the disk may differ from `entries`: what it may name must stay."""
         self.entries = self._load()
         self._remove_leftovers()
 
@@ -74,6 +76,10 @@ class Directory:
 
     def keyframe_path(self, version: int) -> Path:
         return self.path / f"keyframe-{version:08d}.delta"
+
+    def staged_path(self, number: int) -> Path:
+        """Where a record waits for its version; a leftover after a crash."""
+        return self.path / f"staged-{number}.delta"
 
     def digests_path(self, version: int) -> Path:
         return self.path / f"digests-{version:08d}.bin"
@@ -145,10 +151,16 @@ class Directory:
         Raises:
             DiskFullError: the manifest on the disk, and the files, are as they were.
         """
-        if self.entries.pop(version, None) is not None or self._behind:
+        if self.entries.pop(version, None) is not None or self.behind:
             self._write()
         for path in (self.digests_path(version), self.record_path(version), self.keyframe_path(version)):
             path.unlink(missing_ok=True)
+
+    def withdraw(self, version: int) -> None:
+        """Make a version not count any more, and leave its record to whoever made it."""
+        if self.entries.pop(version, None) is not None or self.behind:
+            self._write()
+        self.digests_path(version).unlink(missing_ok=True)
 
     def _write(self) -> None:
         versions = {
@@ -158,9 +170,9 @@ class Directory:
             for version, entry in sorted(self.entries.items())
         }  # fmt: skip
         content = {"format": FORMAT, "signature": self._signature, "versions": versions}
-        self._behind = True
+        self.behind = True
         replace_file(self.path / "manifest.json", json.dumps(content, indent=1).encode())
-        self._behind = False
+        self.behind = False
 
     def digests(self, version: int) -> np.ndarray:
         """uint64[tensors] of a version.

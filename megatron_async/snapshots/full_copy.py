@@ -11,11 +11,8 @@ Invariants
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,15 +20,11 @@ import torch
 
 from megatron_async.snapshots.arena import Block, HostArena
 from megatron_async.snapshots.bits import Task, check_tensors
-from megatron_async.snapshots.errors import (
-    BudgetExceededError,
-    DigestMismatchError,
-    SnapshotBusyError,
-    SnapshotError,
-    UnknownVersionError,
-)
-from megatron_async.snapshots.history import CaptureReport, Journey, TravelReport
+from megatron_async.snapshots.errors import BudgetExceededError, DigestMismatchError, UnknownVersionError
+from megatron_async.snapshots.history import CaptureReport
+from megatron_async.snapshots.references import References
 from megatron_async.snapshots.settings import SnapshotConfig
+from megatron_async.snapshots.travel import Traveller
 from megatron_async.snapshots.walker import Weights
 
 
@@ -43,7 +36,7 @@ class FullCopy:
     digests: np.ndarray
 
 
-class FullCopyStore:
+class FullCopyStore(Traveller):
     """Keeps every version as a copy in host memory; see the module, and `WeightHistory` for the methods.
 
     Args:
@@ -58,21 +51,12 @@ class FullCopyStore:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, version: int, config: SnapshotConfig) -> None:
         check_tensors(tensors)
-        self.config = config
+        super().__init__(version, config)
         self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
         self._arena = HostArena(config.host_bytes, config.pin_memory)
         self._copies: dict[int, FullCopy] = {}
-        self._references: Counter[int] = Counter()
-        self._needed: set[int] = set()
-        self._lock = threading.RLock()
-        self._away = False
-        self._live = version
+        self._references = References(config.keep_last)
         self._copies[version] = self._copy(version)
-
-    @property
-    def live_version(self) -> int:
-        """The version whose bits the live tensors hold."""
-        return self._live
 
     def versions(self) -> list[int]:
         """Versions that can be restored."""
@@ -90,14 +74,12 @@ class FullCopyStore:
         """Keep a version until it was released as often as it was retained."""
         with self._turn():
             self._demand(version)
-            self._references[version] += 1
+            self._references.retain(version)
 
     def release(self, version: int) -> None:
         """Undo one `retain`."""
         with self._turn():
-            if self._references[version] <= 0:
-                raise SnapshotError(f"version {version} was released more often than it was retained")
-            self._references[version] -= 1
+            self._references.release(version)
 
     def set_needed(self, versions: Iterable[int]) -> None:
         """Declare which versions must stay besides those retained; replaces the declaration before."""
@@ -105,17 +87,16 @@ class FullCopyStore:
             needed = set(versions)
             for version in needed:
                 self._demand(version)
-            self._needed = needed
+            self._references.declare(needed)
 
     def collect(self) -> list[int]:
         """Remove every version that need not stay."""
         with self._turn():
-            newest = sorted(self._copies)[-self.config.keep_last :] if self.config.keep_last > 0 else []
-            held = {version for version, count in self._references.items() if count > 0}
-            gone = sorted(set(self._copies) - held - self._needed - set(newest) - {self._live})
+            gone = sorted(set(self._copies) - self._references.kept(self._copies, self._live))
             for version in gone:
                 for block in self._copies.pop(version).blocks:
                     self._arena.release(block)
+                self._references.forget(version)
             return gone
 
     def capture(self, version: int, parent: int | None = None) -> CaptureReport:
@@ -127,16 +108,7 @@ class FullCopyStore:
             SnapshotError: the number was used, or the parent is not the live version.
         """
         with self._turn():
-            if self._away:
-                raise SnapshotBusyError(
-                    f"capture() inside `with store.at(...)`: the weights are at {self._live}"
-                )
-            if version in self._copies:
-                raise SnapshotError(
-                    f"version {version} was captured before; a version number is never used twice"
-                )
-            if parent is not None and parent != self._live:
-                raise SnapshotError(f"the live weights came from version {self._live}, not from {parent}")
+            self._check_new(version, parent, is_known=version in self._copies)
             began, parent = time.perf_counter(), self._live
             self.collect()
             self._copies[version] = self._copy(version)
@@ -167,36 +139,6 @@ class FullCopyStore:
     def _part(self, blocks: list[Block] | tuple[Block, ...], task: Task) -> torch.Tensor:
         words = blocks[task.tensor].data.view(self._weights.words[task.tensor].dtype)
         return words[task.start : task.start + task.length]
-
-    @contextmanager
-    def at(self, version: int) -> Iterator[TravelReport]:
-        """Live weights at a version while the block runs, and back where they were afterwards.
-
-        Raises:
-            UnknownVersionError: before the block; the weights are as they were.
-            DigestMismatchError: the bits copied are not the version's; the weights were put back.
-        """
-        with self.journey() as journey:
-            journey.go(version)
-            yield journey.report
-
-    @contextmanager
-    def journey(self) -> Iterator[Journey]:
-        """Visit several versions, one load each, and come back at the end."""
-        with self._turn():
-            outer, origin = self._away, self._live
-            journey = Journey(self._go)
-            self._away = True
-            try:
-                yield journey
-            finally:
-                began = time.perf_counter()
-                try:
-                    if journey.report.visited:
-                        self._go(origin)
-                finally:
-                    self._away = outer
-                    journey.report.return_seconds = time.perf_counter() - began
 
     def _go(self, version: int) -> int:
         self._weights.check_memory()
@@ -236,12 +178,3 @@ class FullCopyStore:
                 "while any token needs it; tokens of a lost version can only be dropped or scored by another source"
             )
         return self._copies[version]
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=self.config.deadline_s):
-            raise SnapshotBusyError(f"another thread has used the weights for {self.config.deadline_s} s")
-        try:
-            yield
-        finally:
-            self._lock.release()

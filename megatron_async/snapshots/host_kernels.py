@@ -23,14 +23,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from megatron_async.snapshots import digest as digest_formula
 from megatron_async.snapshots.bits import CHUNK
+from megatron_async.snapshots.digest import STRIPE
 
 READ_AHEAD_FROM = 0.007
 READ_AHEAD_TO = 0.05
 GROUP = 64
-KEY = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
+KEY = np.uint64(digest_formula.KEY)
+MIX_1 = np.uint64(digest_formula.MIX_1)
+MIX_2 = np.uint64(digest_formula.MIX_2)
+KEYS = digest_formula.stripe_keys()
+LOW = np.uint64(0xFFFFFFFF)
 ONE = np.uint64(1)
 
 
@@ -109,29 +113,48 @@ def _prefetch(typing_context: Any, words: Any, index: Any) -> Any:
 
 
 @compiled
+def _mix(t: np.uint64) -> np.uint64:
+    t = (t ^ (t >> np.uint64(30))) * MIX_1
+    t = (t ^ (t >> np.uint64(27))) * MIX_2
+    return t ^ (t >> np.uint64(31))
+
+
+@compiled
+def _last_word(octets: np.ndarray) -> np.uint64:
+    """The bytes after the last whole 64-bit word, filled with zeros."""
+    last = np.uint64(0)
+    for i in range(octets.size - 1, octets.size // 8 * 8 - 1, -1):
+        last = (last << np.uint64(8)) | np.uint64(octets[i])
+    return last
+
+
+@compiled
 def digest(octets: np.ndarray, first_word: int) -> np.uint64:
-    """Sum over 64-bit words of a mix of the word and its position, modulo 2^64; a short last word is zero-filled.
+    """The formula of the module `digest` over the bits of a task.
 
     Args:
-        octets: uint8[n], the bits of a task.
-        first_word: position of its first 64-bit word in the tensor. Sums of disjoint tasks add up.
+        octets: uint8[n], the bits.
+        first_word: position of its first 64-bit word in the tensor, a multiple of `STRIPE`.
     """
     whole = octets.size // 8
     words = octets[: whole * 8].view(np.uint64)
+    short = whole * 8 < octets.size
     total = np.uint64(0)
-    for i in range(whole):
-        t = words[i] ^ (np.uint64(first_word + i) * KEY + MIX_2)
-        t = (t ^ (t >> np.uint64(30))) * MIX_1
-        t = (t ^ (t >> np.uint64(27))) * MIX_2
-        total += t ^ (t >> np.uint64(31))
-    if whole * 8 < octets.size:
-        last = np.uint64(0)
-        for i in range(octets.size - 1, whole * 8 - 1, -1):
-            last = (last << np.uint64(8)) | np.uint64(octets[i])
-        t = last ^ (np.uint64(first_word + whole) * KEY + MIX_2)
-        t = (t ^ (t >> np.uint64(30))) * MIX_1
-        t = (t ^ (t >> np.uint64(27))) * MIX_2
-        total += t ^ (t >> np.uint64(31))
+    for start in range(0, whole + short, STRIPE):
+        stripe = words[start : start + STRIPE]
+        products = np.uint64(0)
+        plain = np.uint64(0)
+        for i in range(stripe.size):
+            x = stripe[i] ^ KEYS[i]
+            products += (x & LOW) * (x >> np.uint64(32))
+            plain += stripe[i]
+        if short and start + STRIPE > whole:
+            last = _last_word(octets)
+            x = last ^ KEYS[whole - start]
+            products += (x & LOW) * (x >> np.uint64(32))
+            plain += last
+        place = np.uint64((first_word + start) // STRIPE)
+        total += _mix(_mix(products ^ (place * KEY + MIX_2)) ^ plain)
     return total
 
 

@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,11 @@ from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import (
     DamagedRecordError,
     DigestMismatchError,
-    SnapshotError,
     UnknownVersionError,
 )
 from megatron_async.snapshots.graph import Step, plan, removable
 from megatron_async.snapshots.record_file import RecordFile
+from megatron_async.snapshots.references import References
 from megatron_async.snapshots.tiers import Record, Tiers
 
 KEYFRAME_COST = 3.4
@@ -53,9 +52,7 @@ class Ledger:
         self._full_bytes = max(1, sum(spec.nbytes for spec in specs))
         self._tiers = tiers
         self._directory = directory
-        self._keep_last = keep_last
-        self._references: Counter[int] = Counter()
-        self._needed: set[int] = set()
+        self._references = References(keep_last)
         self.damage: dict[int, str] = {}
 
     def reopen(self) -> None:
@@ -77,7 +74,7 @@ class Ledger:
             if entry.keyframe:
                 path = self._directory.keyframe_path(version)
                 node.keyframe = self._reopen_file(version, f"keyframe {version}", path)
-        self._needed = set(self.nodes)
+        self._references.declare(self.nodes)
 
     def _reopen_file(self, version: int, label: str, path: Path) -> Record | None:
         try:
@@ -110,6 +107,18 @@ class Ledger:
         if node.record is not None:
             self._tiers.adopt(node.record, path)
 
+    def withdraw(self, version: int) -> None:
+        """Undo `add` where it was, without freeing the record; the manifest names the version no longer.
+
+        Raises:
+            DiskFullError: the manifest could not be written, and names a version that memory does not know.
+        """
+        node = self.nodes.pop(version, None)
+        if node is not None and node.record is not None:
+            self._tiers.disown(node.record)
+        if self._directory is not None:
+            self._directory.withdraw(version)
+
     def compare(self, version: int, digests: np.ndarray) -> str | None:
         """The name of the first tensor whose digest is not the version's, or None."""
         differing = np.flatnonzero(self.node(version).digests != digests)
@@ -124,32 +133,43 @@ class Ledger:
                 f"published as version {version}, or give the weights that you have another version number"
             )
 
+    def blame(self, origin: int, target: int, name: str, digests: np.ndarray) -> DigestMismatchError:
+        """The error for a walk that did not lead to its target's bits and was taken back.
+
+        Tells changed live weights from a damaged record. digests: of the weights now. name: first wrong tensor.
+        """
+        changed = self.compare(origin, digests)
+        if changed is not None:
+            return DigestMismatchError(
+                f"the live weights are no longer version {origin}: tensor '{changed}' was written after version "
+                f"{origin} was captured, so version {target} cannot be reached from them. Capture after every update, "
+                "write to weights only outside `with store.at(...)`, and load the weights of a captured version to go "
+                "on"
+            )
+        return DigestMismatchError(
+            f"the records from version {origin} to version {target} do not lead to its bits (tensor '{name}'); a "
+            f"record in memory or on disk is damaged. The weights are at version {origin} as before; forget({target}) "
+            "and drop or rescore its tokens"
+        )
+
     # ---- references ----------------------------------------------------------------------------------------------
 
     def retain(self, version: int) -> None:
         self.node(version)
-        self._references[version] += 1
+        self._references.retain(version)
 
     def release(self, version: int) -> None:
-        if self._references[version] <= 0:
-            raise SnapshotError(f"version {version} was released more often than it was retained")
-        self._references[version] -= 1
+        self._references.release(version)
 
     def set_needed(self, versions: Iterable[int]) -> None:
         needed = set(versions)
         for version in needed:
             self.node(version)
-        self._needed = needed
-
-    def kept(self, live: int) -> set[int]:
-        """Versions that must stay."""
-        newest = sorted(self.nodes)[-self._keep_last :] if self._keep_last > 0 else []
-        held = {version for version, count in self._references.items() if count > 0}
-        return (held | self._needed | set(newest) | {live}) & set(self.nodes)
+        self._references.declare(needed)
 
     def collect(self, live: int) -> list[int]:
         """Remove what is neither kept nor between two kept versions, nor the last keyframe before one."""
-        kept = self.kept(live)
+        kept = self._references.kept(self.nodes, live)
         keyframes = [version for version, node in self.nodes.items() if node.keyframe is not None]
         anchors = {max(before) for v in kept if (before := [key for key in keyframes if key <= v])}
         parents = {
@@ -171,8 +191,7 @@ class Ledger:
         records = [node.record, node.keyframe, *(self.nodes[child].record for child in children)]
         for child in children:
             self.nodes[child].parent, self.nodes[child].record = None, None
-        self._references.pop(version, None)
-        self._needed.discard(version)
+        self._references.forget(version)
         self.damage.pop(version, None)
         free = self._tiers.leave
         try:

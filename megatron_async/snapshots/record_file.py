@@ -168,6 +168,13 @@ class RecordFile:
         self.nbytes = path.stat().st_size
         self._rows = {int(row["task"]): row for row in table}
 
+    def rename(self, path: Path) -> None:
+        """Give the file another name in its directory, durably."""
+        with naming_full_disks(path, self.nbytes):
+            os.replace(self.path, path)
+            sync_directory(path.parent)
+        self.path = path
+
     def _damaged(self, what: str) -> DamagedRecordError:
         return DamagedRecordError(
             f"{self.path}: {what}. Restore the file from a copy, or remove its version with forget(); versions "

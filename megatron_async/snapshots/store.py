@@ -13,9 +13,9 @@ A capture needs the bits of the version before. Two ways to have them:
 
 - `shadow=True`: the store keeps one copy of the weights and compares against it. Simple, and the optimiser may write
   the weights as it likes; costs one copy of the model in the memory the weights are in.
-- `shadow=False`: call `capture_update(version, tensors)` *before* the new bits are written, with the new tensors one by
-  one (for instance the masters, cast). The record is encoded against the live weights, which are then stepped along it.
-  Costs no copy, and the live weights change only once the record is safe.
+- `shadow=False`: call `stage_update(tensors)` *before* the new bits are written, with the new tensors one by one (for
+  instance the masters, cast), and `capture(version)` when they are to be a version. The record is encoded against the
+  live weights, which are then stepped along it: no copy. `capture_update` does both at once.
 
 Invariants
 - Inside `at(v)` the live tensors have the digests that v was captured with, and after it those that they had before.
@@ -29,11 +29,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megatron_async.snapshots.bits import check_tensors, signature
@@ -44,19 +45,34 @@ from megatron_async.snapshots.errors import (
     SnapshotBusyError,
     SnapshotError,
 )
-from megatron_async.snapshots.history import CaptureReport, Journey, TravelReport
+from megatron_async.snapshots.history import CaptureReport
 from megatron_async.snapshots.ledger import Ledger, Node
 from megatron_async.snapshots.replicas import ReplicaGroup, owners_of
 from megatron_async.snapshots.settings import SnapshotConfig
 from megatron_async.snapshots.stream import encode_stream
 from megatron_async.snapshots.tiers import Record, RecordBuilder, Tiers, memory_tiers
+from megatron_async.snapshots.travel import Traveller
 from megatron_async.snapshots.walker import Weights, version_digest
 
 BACKGROUND = "snapshot-capture"
 """Name of the thread that captures in the background."""
 
 
-class SnapshotStore:
+Encode = Callable[[int, torch.Tensor, torch.Tensor], int]
+"""Encodes one task from its old words to its new ones; returns the digest of the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A complete record that is no version yet, and the digests of the bits it leads to."""
+
+    builder: RecordBuilder
+    record: Record
+    digests: np.ndarray
+    seconds: float
+
+
+class SnapshotStore(Traveller):
     """See the module. All methods may be called from any thread; they take turns.
 
     Args:
@@ -82,7 +98,7 @@ class SnapshotStore:
         replicas: ReplicaGroup | None = None,
     ) -> None:
         check_tensors(tensors)
-        self.config = config
+        super().__init__(version, config)
         self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
         self._directory: Directory | None = None
         if directory is not None:
@@ -99,11 +115,11 @@ class SnapshotStore:
         ranks, rank = (1, 0) if replicas is None else (replicas.size, replicas.rank)
         self._owned = [owner == rank for owner in owners_of(self._weights.specs, ranks)]
         self._ledger = Ledger(self._weights.specs, self._tiers, self._directory, config.keep_last)
-        self._lock = threading.RLock()
-        self._away = False
         self._background = ThreadPoolExecutor(1, BACKGROUND)
         self._pending: Future[CaptureReport] | None = None
-        self._live = self._home = version
+        self._home = version
+        self._staged: _Step | None = None
+        self._stagings = 0
         self._captures_since_keyframe = 0
         try:
             self._open(version)
@@ -126,22 +142,14 @@ class SnapshotStore:
         """Finish what runs and let go of the directory; files stay. Errors of a background capture are raised."""
         self._background.shutdown(wait=True)
         self._weights.close()
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.builder.discard()
         if self._directory is not None:
             self._directory.close()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def __enter__(self) -> SnapshotStore:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
-
-    @property
-    def live_version(self) -> int:
-        """The version whose bits the live tensors hold."""
-        return self._live
 
     def versions(self) -> list[int]:
         """Versions that can be restored from where the live weights are."""
@@ -228,95 +236,151 @@ class SnapshotStore:
         Raises:
             BudgetExceededError: no room; nothing was recorded, call again after releasing versions or raising budgets.
             SnapshotBusyError: called inside `at`.
-            SnapshotError: the number was used, the parent is not the live version, or there is no shadow.
+            SnapshotError: the number was used, the parent is not the live version, or there is neither a shadow nor a
+                staged update.
         """
         with self._turn():
-            shadow = self._shadow
+            self._check_capture(version, parent)
+            self._ledger.collect(self._live)
+            shadow, weights, step = self._shadow, self._weights, self._staged
             if shadow is None:
-                raise SnapshotError(
-                    "capture() compares with a shadow copy; set shadow=True or use capture_update()"
-                )
-            weights = self._weights
-            return self._capture(
-                version, parent, shadow, lambda e: weights.run(lambda index, task: e(index, weights.of(task)))
+                if step is None:
+                    raise SnapshotError(
+                        f"capture({version}): the store has no shadow copy to compare with and no update was staged; "
+                        "call stage_update() before the weights are written, or set shadow=True"
+                    )
+                return self._commit(version, step)
+            step = self._encode(
+                f"version {version}",
+                self._path_of(version),
+                lambda encode: weights.run(
+                    lambda i, task: encode(i, weights.of(task, shadow), weights.of(task))
+                ),
             )
+            try:
+                return self._commit(version, step, shadow)
+            except BaseException:
+                self._discard(step)
+                raise
 
-    def capture_update(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], parent: int | None = None
-    ) -> CaptureReport:
-        """Record the step to new bits, then take it: the live tensors hold them afterwards.
+    def stage_update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take the live tensors to new bits, and remember the step until `capture` gives it a number.
+
+        May be called several times before: the step then leads from the version to the newest bits.
 
         Args:
             tensors: every tensor's new value, by name, in any order; each may be freed once the next is asked for.
 
         Raises:
             TensorSetError: a tensor is missing, unknown, given twice or of another shape or dtype.
-            As `capture` otherwise. The live weights are as they were.
+            BudgetExceededError: no room for the record.
+            SnapshotBusyError: called inside `at`.
+            SnapshotError: the store has a shadow.
+            The live weights are as they were before the call.
         """
         with self._turn():
-            return self._capture(
-                version,
-                parent,
-                self._weights.words,
-                lambda encode: encode_stream(self._weights, tensors, encode),
+            self._stage(tensors)
+
+    def capture_update(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], parent: int | None = None
+    ) -> CaptureReport:
+        """`stage_update` and `capture` in one: all or nothing.
+
+        Raises:
+            As both. The live weights are as they were before the call.
+        """
+        with self._turn():
+            self._check_capture(version, parent)
+            self._ledger.collect(self._live)
+            step = self._stage(tensors)
+            try:
+                return self._commit(version, step)
+            except BaseException:
+                self._weights.walk([self._whole(step.record)], with_digest=False)
+                self._staged = None
+                self._discard(step)
+                raise
+
+    def _discard(self, step: _Step) -> None:
+        """Free a record that is no version; a file that the manifest may name stays."""
+        step.builder.discard(keep_file=self._directory is not None and self._directory.behind)
+
+    def _stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> _Step:
+        self._refuse_away("stage_update()")
+        self._weights.check_memory()
+        if self._shadow is not None:
+            raise SnapshotError("the store compares with its shadow copy: write the weights, then capture()")
+        self._stagings += 1
+        path = self._directory.staged_path(self._stagings) if self._directory is not None else None
+        weights, before = self._weights, self._staged
+
+        def start_of(index: int) -> torch.Tensor:
+            """The task's words in the live version."""
+            return (
+                weights.of(weights.grid[index]) if before is None else weights.stepped(index, before.record)
             )
 
-    def _capture(
-        self,
-        version: int,
-        parent: int | None,
-        old: list[torch.Tensor],
-        fill: Callable[[Callable[[int, torch.Tensor], int]], list[int]],
-    ) -> CaptureReport:
-        self._check_capture(version, parent)
-        self._ledger.collect(self._live)
+        step = self._encode(
+            f"the update of version {self._live}",
+            path,
+            lambda encode: encode_stream(weights, tensors, lambda i, new: encode(i, start_of(i), new)),
+        )
+        try:
+            back = [] if before is None else [self._whole(before.record)]
+            weights.walk([*back, self._whole(step.record)], with_digest=False)
+        except BaseException:
+            step.builder.discard()
+            raise
+        if before is not None:
+            before.builder.discard()
+        self._staged = step
+        return step
+
+    def _encode(self, label: str, path: Path | None, fill: Callable[[Encode], list[int]]) -> _Step:
+        """A record in the first tier with room."""
         began, weights = time.perf_counter(), self._weights
-        path = self._directory.record_path(version) if self._directory is not None else None
-        builder = self._tiers.begin(f"version {version}", path)
+        builder = self._tiers.begin(label, path)
         try:
             parts = fill(
-                lambda index, new: weights.encode(
-                    index, weights.of(weights.grid[index], old), new, self._builder_for(index, builder)
-                )
+                lambda index, old, new: weights.encode(index, old, new, self._builder_for(index, builder))
             )
-            encoded = time.perf_counter()
-            record = builder.finish(durable=self.config.durable)
-            written = time.perf_counter()
-            self._ledger.add(version, Node(self._live, weights.per_tensor(parts), record), path)
+            record = builder.finish(durable=False)
+        except BaseException:
+            builder.discard()
+            raise
+        return _Step(builder, record, weights.per_tensor(parts), time.perf_counter() - began)
+
+    def _commit(self, version: int, step: _Step, shadow: list[torch.Tensor] | None = None) -> CaptureReport:
+        """Make the step's end a version; on an error it is none, and the step is as it was."""
+        began, record, path = time.perf_counter(), step.record, self._path_of(version)
+        try:
+            if path is not None and record.file is not None and record.file.path != path:
+                record.file.rename(path)
+            elif path is not None and record.file is None and self.config.durable:
+                self._tiers.write(record, path)
+            durable = time.perf_counter() - began
+            record.label = f"version {version}"
+            self._ledger.add(version, Node(self._live, step.digests, record), path)
             if record.file is not None:
                 self._ledger.publish(version)
-            followed = record if old is self._shadow else self._whole(record)
-            weights.walk([followed], with_digest=False, words=old)
+            if shadow is not None:
+                self._weights.walk([record], with_digest=False, words=shadow)
         except BaseException:
-            if version in self._ledger.nodes:
-                self._ledger.remove(version)
-            else:
-                builder.discard()
+            self._ledger.withdraw(version)
             raise
-        parent, self._live, self._home = self._live, version, version
-        durable = written - encoded
+        parent, self._live, self._home, self._staged = self._live, version, version, None
+        seconds = step.seconds + time.perf_counter() - began - durable
         self._maybe_keyframe(version)
-        return CaptureReport(
-            version,
-            parent,
-            record.nbytes,
-            changed_share(weights.grid, record.segments),
-            "disk" if record.tier is None else record.tier.name,
-            time.perf_counter() - began - durable,
-            durable,
-        )
+        tier = "disk" if record.tier is None else record.tier.name
+        changed = changed_share(self._weights.grid, record.segments)
+        return CaptureReport(version, parent, record.nbytes, changed, tier, seconds, durable)
+
+    def _path_of(self, version: int) -> Path | None:
+        return self._directory.record_path(version) if self._directory is not None else None
 
     def _check_capture(self, version: int, parent: int | None) -> None:
-        self._refuse_away("capture()")
+        self._check_new(version, parent, is_known=version in self._ledger.nodes)
         self._weights.check_memory()
-        if version in self._ledger.nodes:
-            raise SnapshotError(
-                f"version {version} was captured before; a version number is never used twice"
-            )
-        if parent is not None and parent != self._live:
-            raise SnapshotError(
-                f"the live weights came from version {self._live}, not from the given parent {parent}"
-            )
 
     def capture_in_background(self, version: int, parent: int | None = None) -> Future[CaptureReport]:
         """Capture while the caller goes on; the live weights may be read (published), not written, until `settle`."""
@@ -352,6 +416,7 @@ class SnapshotStore:
         """
         with self._turn():
             self._refuse_away("keyframe()")
+            self._refuse_staged("keyframe()")
             version, weights = self._live, self._weights
             node = self._ledger.node(version)
             if node.keyframe is not None:
@@ -378,36 +443,6 @@ class SnapshotStore:
 
     # ---- travel --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def at(self, version: int) -> Iterator[TravelReport]:
-        """Live weights at a version while the block runs, and back where they were afterwards.
-
-        Raises:
-            UnknownVersionError, DamagedRecordError, DigestMismatchError: before the block; weights as they were.
-            DigestMismatchError: after the block, when it wrote to the weights.
-        """
-        with self.journey() as journey:
-            journey.go(version)
-            yield journey.report
-
-    @contextmanager
-    def journey(self) -> Iterator[Journey]:
-        """Visit several versions, one step each, and come back at the end: `journey.go(7); ...; journey.go(6)`."""
-        with self._turn():
-            outer, origin = self._away, self._live
-            journey = Journey(self._go)
-            self._away = True
-            try:
-                yield journey
-            finally:
-                began = time.perf_counter()
-                try:
-                    if journey.report.visited:
-                        self._come_back(origin)
-                finally:
-                    self._away = outer
-                    journey.report.return_seconds = time.perf_counter() - began
-
     def _come_back(self, origin: int) -> None:
         """Walk back; weights written to meanwhile are replaced by the shadow copy, and the error is raised."""
         try:
@@ -420,6 +455,7 @@ class SnapshotStore:
 
     def _go(self, target: int) -> int:
         """Walk to a version; returns the steps taken."""
+        self._refuse_staged(f"version {target} cannot be restored")
         self._weights.check_memory()
         ledger, origin = self._ledger, self._live
         steps = ledger.demand_plan(origin, target, self._copy_of())
@@ -430,7 +466,7 @@ class SnapshotStore:
                 record.file.verify(self._weights.grid)
         if steps and steps[0].absolute:
             if with_digest and (name := ledger.compare(origin, self._weights.digests())) is not None:
-                raise self._mismatch(origin, target, name)
+                raise ledger.blame(origin, target, name, self._weights.digests())
             self._enter(steps[0].to)
             self._live, steps = steps[0].to, steps[1:]
         records = [self._whole(ledger.record(step)) for step in steps]
@@ -439,27 +475,9 @@ class SnapshotStore:
         wrong = name is not None if self._replicas is None else self._replicas.any(name is not None)
         if wrong:
             self._weights.walk(records[::-1], with_digest=False)
-            raise self._mismatch(self._live, target, name or "of another rank")
+            raise ledger.blame(self._live, target, name or "of another rank", self._weights.digests())
         self._live = target
         return len(records)
-
-    def _mismatch(self, origin: int, target: int, name: str) -> DigestMismatchError:
-        """Tell changed live weights from a damaged record; the walk was taken back."""
-        changed = self._ledger.compare(origin, self._weights.digests())
-        if changed is not None:
-            return DigestMismatchError(
-                f"the live weights are no longer version {origin}: tensor '{changed}' was written after "
-                f"version {origin} "
-                f"was captured, so version {target} cannot be reached from them. Capture after every update, write to "
-                "weights only outside `with store.at(...)`, and load the weights of a captured version to go on"
-            )
-        return DigestMismatchError(
-            f"the records from version {origin} to version {target} do not lead to its bits (tensor "
-            f"'{name}'); a record "
-            f"in memory or on disk is damaged. The weights are at version {origin} as before; "
-            f"forget({target}) and drop "
-            "or rescore its tokens"
-        )
 
     def _enter(self, version: int) -> None:
         """Overwrite the weights with a full copy, whose digests were compared before."""
@@ -478,22 +496,12 @@ class SnapshotStore:
         self._ledger.demand(version, weights.per_tensor(parts), f"the bits of keyframe {version}")
         weights.overwrite(lambda index, task: weights.expand(keyframe, index, task))
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _before_turn(self) -> None:
         if not threading.current_thread().name.startswith(BACKGROUND):
             self.settle()
-        if not self._lock.acquire(timeout=self.config.deadline_s):
-            raise SnapshotBusyError(
-                f"another thread has used the weights for {self.config.deadline_s} s (live version {self._live}); "
-                "leave its `with store.at(...)` block first, or raise deadline_s"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
-    def _refuse_away(self, what: str) -> None:
-        if self._away:
+    def _refuse_staged(self, what: str) -> None:
+        if self._staged is not None:
             raise SnapshotBusyError(
-                f"{what} inside `with store.at(...)`: the weights are at version {self._live}"
+                f"{what}: the weights hold an update of version {self._live} that is no version yet; capture() it first"
             )

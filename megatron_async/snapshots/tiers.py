@@ -171,10 +171,15 @@ class Tiers:
         with self._lock:
             self.records.append((record, path))
 
+    def disown(self, record: Record) -> None:
+        """Undo `adopt`."""
+        with self._lock:
+            self.records = [entry for entry in self.records if entry[0] is not record]
+
     def leave(self, record: Record) -> None:
         """Free the memory of a record, and leave its file to others."""
         with self._lock:
-            self.records = [entry for entry in self.records if entry[0] is not record]
+            self.disown(record)
             self.free_memory(record)
 
     def drop(self, record: Record) -> None:
@@ -341,12 +346,12 @@ class RecordBuilder:
             self._tiers.write(self.record, self._path)
         return self.record
 
-    def discard(self) -> None:
+    def discard(self, *, keep_file: bool = False) -> None:
         """Free everything; the record never was."""
         if self._writer is not None:
             self._writer.discard()
         self._tiers.free_memory(self.record)
-        if self.record.file is not None:
+        if self.record.file is not None and not keep_file:
             self.record.file.path.unlink(missing_ok=True)
 
 

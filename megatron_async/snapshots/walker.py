@@ -139,6 +139,12 @@ class Weights:
         """Replace the bits of every task by those of `source(index, task)`."""
         self.run(lambda index, task: self.of(task).copy_(source(index, task)))
 
+    def stepped(self, index: int, record: Record) -> torch.Tensor:
+        """The words of one task after a step along a record, in fresh memory."""
+        words = self.of(self.grid[index]).clone()
+        self._toggle(index, words, record)
+        return words
+
     def expand(self, keyframe: Record, index: int, task: Task) -> torch.Tensor:
         """The words of one task of a keyframe, in fresh memory."""
         words = torch.zeros_like(self.of(task))

@@ -64,13 +64,15 @@ class Run:
         self.current_logprobs: dict[int, LogProbs] = {}
 
     def histories(self) -> tuple[SnapshotStore, FullCopyStore]:
+        """Differences, without a shadow copy wherever masters step before the weights do; and full copies."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        settings = SnapshotConfig(host_bytes=self.nbytes, keep_last=VERSIONS + 1)
+        shadow = not self.policy.has_masters
+        settings = SnapshotConfig(host_bytes=self.nbytes, keep_last=VERSIONS + 1, shadow=shadow)
         copies = SnapshotConfig(host_bytes=(VERSIONS + 2) * self.nbytes, keep_last=VERSIONS + 1)
-        return (
-            SnapshotStore(self.tensors, version=0, config=settings, directory=self.folder),
-            FullCopyStore(self.tensors, version=0, config=copies),
-        )
+        store = SnapshotStore(self.tensors, version=0, config=settings, directory=self.folder)
+        if not shadow:
+            self.policy.observe_updates(store.stage_update)
+        return store, FullCopyStore(self.tensors, version=0, config=copies)
 
     def note(self, version: int) -> None:
         """What this version's weights are, and what they give for the shard that will be asked of it."""
@@ -155,6 +157,7 @@ def inspect(directory: Path, case: str) -> dict[str, Any]:
         "metrics": exact.metrics,
         "exact_tokens": sum(int(flags.sum()) for flags in exact.exact),
         "kept_memory": store.usage(),
+        "has_masters": policy.has_masters,
     }
     store.close()
     found["reopened"] = reopened(run)

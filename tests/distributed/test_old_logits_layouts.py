@@ -70,6 +70,14 @@ def test_logprobs_equal_those_computed_when_the_version_was_current(
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
+def test_weights_with_masters_need_no_copy_to_compare_with(two_ranks: dict[str, Any], case: str) -> None:
+    """bf16: the differences are taken inside the optimiser step; fp32 weights are their own masters."""
+    for found in two_ranks[case]:
+        assert found["has_masters"] == ("bf16" in case)
+        assert (found["kept_memory"]["shadow"] == 0) == found["has_masters"]
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
 def test_averaged_weights_go_in_and_come_out_bit_for_bit(two_ranks: dict[str, Any], case: str) -> None:
     for found in two_ranks[case]:
         # fp32 recursion against a float64 sum of weights below 4: a few units in the last place.
@@ -90,7 +98,15 @@ def test_four_ranks(tmp_path: Path, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(2, "moe:tp2:bf16"), (2, "moe:ep2:bf16:distributed"), (4, FOUR_RANKS[0])]
+    ("ranks", "case"),
+    [
+        (2, "moe:tp2:bf16"),
+        (2, "moe:ep2:bf16:distributed"),
+        (2, "moe:ep2:bf16"),
+        (2, "moe:pp2:bf16:distributed"),
+        (4, FOUR_RANKS[0]),
+        (4, FOUR_RANKS[1]),
+    ],
 )
 def test_fifty_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, case: str) -> None:
     """Each of fifty versions from each other, by differences and by copies: over 5000 walks there and back."""

@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from megatron_async.snapshots import DiskFullError, SnapshotConfig, SnapshotStore
-from tests.faults.snapshot_worker import KEEP, advance, weights_of, work
+from tests.faults.snapshot_worker import (
+    KEEP,
+    BitsPolicy,
+    advance,
+    batch_of,
+    logprob_under,
+    score_for_ever,
+    source_over,
+    weights_of,
+    work,
+)
 from tests.snapshot_support import bits, same, toggle
 
 FORK = multiprocessing.get_context("fork")
@@ -114,6 +124,45 @@ def test_killed_inside_every_write_of_a_capture(tmp_path: Path) -> None:
             if 3 in store.versions():
                 store.forget(3)
     assert ends == [-signal.SIGKILL] * 9 + [0], "six fsyncs and three renames make a capture durable"
+
+
+def make_history(folder: Path, last: int) -> None:
+    tensors = weights_of(0)
+    config = SnapshotConfig(host_bytes=0, keep_last=KEEP)
+    with SnapshotStore(tensors, version=0, config=config, directory=folder) as store:
+        for version in range(1, last + 1):
+            advance({name: tensor.view(torch.int16) for name, tensor in tensors.items()}, version)
+            store.capture(version)
+
+
+def test_killed_while_scoring_under_an_old_version(tmp_path: Path) -> None:
+    """The weights of the killed process were anywhere; the next one finds every version, and the same log-probs."""
+    last, moments = KEEP - 2, random.Random(3)
+    make_history(tmp_path, last)
+    expected = {version: logprob_under(weights_of(version)) for version in range(last + 1)}
+    assert len(set(expected.values())) == last + 1
+    seen = set()
+    for _ in range(6):
+        ours, theirs = FORK.Pipe(duplex=False)
+        worker = FORK.Process(target=score_for_ever, args=(tmp_path, last, theirs))
+        worker.start()
+        theirs.close()
+        scored = [ours.recv() for _ in range(moments.randint(1, 2 * last))]
+        worker.kill()
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+        seen |= set(scored)
+        source = source_over(tmp_path, last)
+        policy = source._policy
+        assert isinstance(policy, BitsPolicy)
+        batch = batch_of(range(last + 1), last)
+        for sequence, values in zip(batch, source.score(batch, ["a", "b"]).values or [], strict=True):
+            assert values.tolist() == [
+                expected[last - gap] for gap in sequence.arrays["version_gap"].tolist()
+            ]
+        assert same(policy.tensors, bits(weights_of(last)))
+        source.close()
+    assert seen == set(expected.values()), "forwards under every version were under way when a kill came"
 
 
 def test_a_file_system_that_refuses_to_grow_a_file(tmp_path: Path) -> None:

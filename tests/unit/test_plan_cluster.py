@@ -256,7 +256,8 @@ def test_every_extra_model_has_its_place_in_the_sum():
             "objective": {"name": "ppo"},
             "advantage": {"name": "gae", "drop_zero_variance_groups": False},
         },
-        "history: shadow": {"objective": {"anchor": "dedicated"}},
+        "history: shadow": {"objective": {"anchor": "dedicated"}, "snapshots": {"shadow": True}},
+        "no shadow": {"objective": {"anchor": "dedicated"}},
         "average": {"objective": {"anchor": "ewma"}},
     }
     grown = {
@@ -264,6 +265,7 @@ def test_every_extra_model_has_its_place_in_the_sum():
         for name, changes in sections.items()
     }
     assert grown["reference"] == grown["history: shadow"] == weights
+    assert grown["no shadow"] == 0, "bf16 weights have masters to take the difference in"
     assert grown["average"] == 2 * weights
     assert 3 * weights < grown["critic"] < 9 * weights, "18 bytes a parameter less what is frozen"
     dedicated = budgets(shape, make_config(MODELS / "qwen3_4b", **sections["history: shadow"]))[1]

@@ -156,17 +156,47 @@ def test_tensors_that_start_anywhere_in_a_flat_buffer() -> None:
                 assert torch.equal(buffer, before)
 
 
-def test_digest_against_an_independent_computation() -> None:
-    """The formula in plain Python integers."""
-    octets = np.frombuffer(b"old logits are exact or flagged", np.uint8).copy()
-    mask, total = 2**64 - 1, 0
-    for place in range(0, octets.size, 8):
-        word = int.from_bytes(octets[place : place + 8].tobytes().ljust(8, b"\0"), "little")
-        t = word ^ ((place // 8 * 0x9E3779B97F4A7C15 + 0x94D049BB133111EB) & mask)
-        t = ((t ^ (t >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        t = ((t ^ (t >> 27)) * 0x94D049BB133111EB) & mask
-        total = (total + (t ^ (t >> 31))) & mask
-    assert HOST.digest(Task(0, 0, octets.size, 1), torch.from_numpy(octets)) == total
+def mixed(t: int) -> int:
+    """The finaliser of splitmix64."""
+    mask = 2**64 - 1
+    t = ((t ^ (t >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    t = ((t ^ (t >> 27)) * 0x94D049BB133111EB) & mask
+    return t ^ (t >> 31)
+
+
+@pytest.mark.parametrize("size", [1, 8, 31, 8 * 1024, 8 * 1024 + 3, 20_000])
+def test_digest_against_an_independent_computation(size: int) -> None:
+    """The formula in plain Python integers, for sizes around words and stripes."""
+    octets = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    weyl, mask, total = 0x9E3779B97F4A7C15, 2**64 - 1, 0
+    for stripe, start in enumerate(range(0, size, 8 * 1024)):
+        products = plain = 0
+        for i, place in enumerate(range(start, min(start + 8 * 1024, size), 8)):
+            word = int.from_bytes(octets[place : place + 8].tobytes().ljust(8, b"\0"), "little")
+            keyed = word ^ mixed(((i + 1) * weyl) & mask)
+            products += (keyed & 0xFFFFFFFF) * (keyed >> 32)
+            plain += word
+        inner = mixed((products & mask) ^ ((stripe * weyl + 0x94D049BB133111EB) & mask))
+        total = (total + mixed(inner ^ (plain & mask))) & mask
+    words, task = torch.from_numpy(octets), Task(0, 0, size, 1)
+    assert HOST.digest(task, words) == DEVICE.digest(task, words) == total
+
+
+@given(st.integers(1, 5_000), st.data())
+@settings(max_examples=50)
+def test_the_digest_sees_any_single_changed_byte_and_any_two_words_that_trade_places(
+    size: int, data: st.DataObject
+) -> None:
+    octets = torch.from_numpy(np.random.default_rng(size).integers(0, 256, 8 * size).astype(np.uint8))
+    task = Task(0, 0, 8 * size, 1)
+    changed = octets.clone()
+    changed[data.draw(st.integers(0, 8 * size - 1))] ^= data.draw(st.integers(1, 255))
+    assert HOST.digest(task, changed) != HOST.digest(task, octets)
+    first, second = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
+    rows = octets.reshape(-1, 8).clone()
+    rows[[first, second]] = rows[[second, first]]
+    traded = HOST.digest(task, rows.reshape(-1))
+    assert (traded == HOST.digest(task, octets)) == torch.equal(rows.reshape(-1), octets)
 
 
 def test_compression_is_lossless_and_refused_where_it_does_not_pay() -> None:

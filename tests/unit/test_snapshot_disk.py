@@ -234,7 +234,7 @@ def test_a_disk_budget_refuses_by_name_and_leaves_no_trace(tmp_path: Path, host_
         assert not list(tmp_path.glob("*.partial"))
         refused = bits(tensors)
         store.set_needed([version])
-        store._ledger._keep_last = 1
+        store._ledger._references._keep_last = 1
         assert store.capture(version + 1).version == version + 1, "older versions made room"
         with store.at(version):
             assert same(tensors, history[version])

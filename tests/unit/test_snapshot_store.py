@@ -394,44 +394,6 @@ def test_old_records_move_to_disk_before_anything_is_refused(
         check_every_walk(store, tensors, {version: history[version] for version in (0, 5, 12)})
 
 
-def test_streamed_updates_need_no_copy_and_are_all_or_nothing(tensors: dict[str, torch.Tensor]) -> None:
-    config = SnapshotConfig(host_bytes=1 << 24, keep_last=9, shadow=False)
-    with SnapshotStore(tensors, version=0, config=config) as store:
-        before = bits(tensors)
-        new = {name: tensor.clone() for name, tensor in tensors.items()}
-        toggle(new, 0.03, 5)
-        assert store.usage()["shadow"] == 0
-        incomplete = [(name, tensor) for name, tensor in new.items() if name != "half"]
-        for given, message in (
-            (incomplete, "lack 1 tensors, the first is 'half'"),
-            ([*new.items(), ("half", new["half"])], "no .*further.* tensor of that name"),
-            ([("half", new["half"].float())], r"'half' as float32\[1001\]; expected float16\[1001\]"),
-        ):
-            with pytest.raises(TensorSetError, match=message):
-                store.capture_update(1, given)
-            assert same(tensors, before)
-        store.capture_update(1, reversed(new.items()))
-        assert same(tensors, bits(new))
-        with store.at(0):
-            assert same(tensors, before)
-        with pytest.raises(SnapshotError, match="capture_update"):
-            store.capture(2)
-
-
-def test_a_failing_stream_changes_nothing(tensors: dict[str, torch.Tensor]) -> None:
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "embedding", torch.zeros_like(tensors["embedding"])
-        raise ConnectionResetError("the masters went away")
-
-    with SnapshotStore(tensors, version=0, config=CONFIG) as store:
-        before, used = bits(tensors), store.usage()
-        with pytest.raises(ConnectionResetError):
-            store.capture_update(1, broken())
-        assert same(tensors, before)
-        assert store.usage() == used
-        assert store.versions() == [0]
-
-
 def test_keyframes_bridge_a_forgotten_version(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     config = SnapshotConfig(host_bytes=0, keep_last=50, keyframe_every=3)
     with SnapshotStore(tensors, version=0, config=config, directory=tmp_path) as store:
