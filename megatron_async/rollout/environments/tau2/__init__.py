@@ -15,10 +15,16 @@ from megatron_async.rollout.environments.base import Split, TaskSource
 
 
 def build(options: Mapping[str, Any], split: Split, seed: int) -> TaskSource:
-    """Factory of the environment registry; the benchmark is imported only here.
+    """Factory of the environment registry; the benchmark is imported only here, or, with the option `python`, in a
+    process of that interpreter.
 
     Raises Tau2NotInstalled when it is not installed, ValueError for options.
     """
+    if options.get("python"):
+        from megatron_async.rollout.environments.served.client import serve_tasks
+
+        there = {name: value for name, value in options.items() if name != "python"}
+        return serve_tasks(options["python"], f"{__name__}:build", there, split, seed)
     from megatron_async.rollout.environments.tau2.environment import build as build_tasks
 
     return build_tasks(options, split, seed)

@@ -68,10 +68,12 @@ class Episode:
         agent_class, solo_class, user_class, dummy_class = _participants(package)
         self.environment = domain.environment()
         if domain.solo:
-            self._agent = solo_class(tools=list(domain.tools), domain_policy=domain.policy, task=task)
+            self._agent = solo_class(
+                tools=list(domain.tools), domain_policy=domain.policy, task=task, llm="policy"
+            )
             self._user = dummy_class()
         else:
-            self._agent = agent_class(tools=domain.tools, domain_policy=domain.policy)
+            self._agent = agent_class(tools=domain.tools, domain_policy=domain.policy, llm="policy")
             self._user = user_class(
                 tools=domain.user_tools, instructions=str(task.user_scenario), llm="endpoint"
             )

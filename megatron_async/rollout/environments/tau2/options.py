@@ -50,6 +50,8 @@ class Tau2Options:
     the check for communicated information in their place.
     system_prompt_file: replaces the benchmark's system prompt ({policy} and {ticket} are filled in); recorded, since
     such a number cannot be compared with the leaderboard. tool_descriptions: "full", or "short" for small contexts.
+    python: another interpreter to run the benchmark under, e.g. /opt/tau2/bin/python, in a process of its own: for
+    dependencies that clash, and for releases that need a newer Python ("" runs it in this process).
     record_transcript: keep the messages in the trajectory's info (None: only on the held-out split).
     """
 
@@ -72,6 +74,7 @@ class Tau2Options:
     reward_basis: str = "official"
     system_prompt_file: str = ""
     tool_descriptions: str = "full"
+    python: str = ""
     record_transcript: bool | None = None
     user: UserOptions = UserOptions()
     judge: EndpointOptions = EndpointOptions()

@@ -1,0 +1,147 @@
+"""The process that holds environments: `python -m megatron_async.rollout.environments.served.server SOCKET`.
+
+Invariants
+- It listens on a Unix socket only, in a folder that nobody but its user can enter.
+- It ends when its standard input does, so it never outlives the process that started it.
+- A connection's environment is closed when the connection ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_async.rollout.environments.base import Environment, ReportingTaskSource, Task, TaskSource
+from megatron_async.rollout.environments.served.protocol import (
+    LINE_LIMIT,
+    as_json,
+    decode,
+    encode,
+    failure,
+    outcome_from,
+    turn_from,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Sources:
+    """The task sources that were asked for, built once each."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, TaskSource] = {}
+        self._building = asyncio.Lock()
+
+    async def get(self, asked: Mapping[str, Any]) -> TaskSource:
+        """The source of {"target", "options", "split", "seed"}; raises what its factory raises."""
+        key = json.dumps(asked, sort_keys=True)
+        async with self._building:
+            if key not in self._built:
+                self._built[key] = await asyncio.to_thread(_build, asked)
+        return self._built[key]
+
+
+def _build(asked: Mapping[str, Any]) -> TaskSource:
+    module, _, attribute = asked["target"].partition(":")
+    factory = getattr(importlib.import_module(module), attribute)
+    source: TaskSource = factory(asked["options"], asked["split"], asked["seed"])
+    return source
+
+
+class Connection:
+    """One connection: the tasks of one source, or one episode of it."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._source: TaskSource | None = None
+        self._environment: Environment | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer requests until the other side hangs up."""
+        try:
+            while line := await reader.readline():
+                writer.write(encode(await self._answer(line)))
+                await writer.drain()
+        except ConnectionError:
+            logger.info("a connection broke")
+        finally:
+            writer.close()
+            if self._environment is not None:
+                await self._environment.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = decode(line)
+            return {"result": await self._call(request.pop("call"), request)}
+        except Exception as error:
+            logger.warning("answered with an error", exc_info=True)
+            return failure(error)
+
+    async def _call(self, name: str, request: dict[str, Any]) -> Any:
+        if name == "tasks":
+            self._source = await self._sources.get(request)
+            reports = isinstance(self._source, ReportingTaskSource)
+            return {"size": self._source.size, "reports": reports}
+        if self._source is None:
+            raise ValueError(f"{name}: a connection begins with `tasks`")
+        if name == "task":
+            return as_json(self._source.task(request["index"]))
+        if name == "environment":
+            self._environment = self._source.environment(Task(**request["task"]))
+            return None
+        if name == "report":
+            return await asyncio.to_thread(_report, self._source, request)
+        return await self._episode(name, request)
+
+    async def _episode(self, name: str, request: dict[str, Any]) -> Any:
+        environment = self._environment
+        if environment is None:
+            raise ValueError(f"{name}: this connection has no environment")
+        if name == "reset":
+            return as_json(await environment.reset())
+        if name == "step":
+            return as_json(await environment.step(turn_from(request["turn"])))
+        if name == "reward":
+            return await environment.reward()
+        if name == "close":
+            self._environment = None
+            await environment.close()
+            return None
+        raise ValueError(f"unknown call {name!r}")
+
+
+def _report(source: TaskSource, request: Mapping[str, Any]) -> dict[str, Any]:
+    assert isinstance(source, ReportingTaskSource)
+    outcomes = [outcome_from(outcome) for outcome in request["outcomes"]]
+    return source.report(outcomes, request["samples"], Path(request["folder"]))
+
+
+async def serve(socket: str) -> None:
+    """Listen until standard input ends."""
+    sources = Sources()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await Connection(sources).serve(reader, writer)
+
+    server = await asyncio.start_unix_server(connected, socket, limit=LINE_LIMIT)
+    parent = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(parent), sys.stdin
+    )
+    async with server:
+        await parent.read()
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    asyncio.run(serve(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

