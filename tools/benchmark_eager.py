@@ -26,12 +26,13 @@ RUNS: dict[str, dict[str, object]] = {
     "start": {"objective.anchor": "start", "old_logits.reuse_training_forward": "false"},
     "eager": {"objective.anchor": "snapshot"},
 }
+Metrics = list[dict[str, Any]]
 SKIPPED = 3
 """First steps, in which engines and batches still settle."""
 
 
-def run(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Metrics of the steps of one run. Raises UserError when it fails."""
+def run(name: str, changes: dict[str, object], arguments: argparse.Namespace) -> tuple[Path, Metrics]:
+    """Folder of one run of the main job, and metrics of its steps. Raises UserError when it fails."""
     overrides = {
         "name": name,
         "run_dir": str(arguments.folder),
@@ -40,7 +41,7 @@ def run(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "evaluation.tasks": 4,
         "observe.tensorboard": "false",
         "observe.progress": "plain",
-        **RUNS[name],
+        **changes,
     }
     config = load(arguments.config, [f"{key}={value}" for key, value in overrides.items()])
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -51,14 +52,14 @@ def run(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"the run {name} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return read_metrics(config.run_path)[SKIPPED:]
+    return config.run_path, read_metrics(config.run_path)[SKIPPED:]
 
 
-def median(rows: list[dict[str, Any]], metric: str) -> float:
+def median(rows: Metrics, metric: str) -> float:
     return statistics.median(row[metric] for row in rows if metric in row)
 
 
-def shares(rows: list[dict[str, Any]]) -> tuple[float, float]:
+def shares(rows: Metrics) -> tuple[float, float]:
     """Share of the run's needed log-probs that was scored while waiting; and of the action tokens that needed one."""
     ahead = needed = tokens = 0.0
     for row in rows:
@@ -74,9 +75,7 @@ def shares(rows: list[dict[str, Any]]) -> tuple[float, float]:
     return ahead / max(needed, 1.0), needed / max(tokens, 1.0)
 
 
-def rows_of(
-    start: list[dict[str, Any]], eager: list[dict[str, Any]], arguments: argparse.Namespace
-) -> list[Row]:
+def rows_of(start: Metrics, eager: Metrics, arguments: argparse.Namespace) -> list[Row]:
     """The figures."""
     share, needed = shares(eager)
     stages = median(start, "seconds/old_logits"), median(eager, "seconds/old_logits")
@@ -91,17 +90,23 @@ def rows_of(
     ]
 
 
-def main() -> int:
+def parser_of(description: str | None, folder: str) -> argparse.ArgumentParser:
+    """What measurements of the live system ask for."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", default=str(ROOT / "recipes/configs/quickstart.yaml"))
     parser.add_argument("--model", type=Path, default=ROOT / "runs/quickstart_warm_start/checkpoint")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/eager")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / folder)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
-    arguments = parser.parse_args()
-    made = rows_of(run("start", arguments), run("eager", arguments), arguments)
+    return parser
+
+
+def main() -> int:
+    arguments = parser_of(__doc__, "eager").parse_args()
+    start, eager = (run(name, changes, arguments)[1] for name, changes in RUNS.items())
+    made = rows_of(start, eager, arguments)
     for row in made:
         print(f"{row.figure} {row.value} ({row.goal}): {row.conditions}")
     if arguments.write:

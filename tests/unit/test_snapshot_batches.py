@@ -10,8 +10,10 @@ import yaml
 
 from megatron_async.bank import Bank
 from megatron_async.errors import UserError
+from megatron_async.observe.timeline import Interval
 from tests.bank_support import collect
 from tests.unit.configs import write_config
+from tools.benchmark_live_sources import Overlap
 from tools.lag_experiment import by_gap, rows, table
 from tools.snapshot_batches import Recipe, recorded, synthetic
 
@@ -99,3 +101,15 @@ def test_only_the_exact_anchor_has_goals() -> None:
     assert made["exact_noise_growth"].value == 1.0
     assert made["active_by_gap_snapshot"].value == [0.5, 0.5]
     assert made["log_discrepancy_by_gap_start"].value == [1e-6, 1e-6]
+
+
+def test_what_lies_under_the_actors_work_is_hidden() -> None:
+    """Scoring from 10 to 14 s; an update until 11 s and waiting from 12 to 13 s; the first steps do not count."""
+    rows = [
+        ("scorer", "score", 4, 10.0, 14.0),
+        ("trainer", "update", 4, 9.0, 11.0),
+        ("trainer", "wait_batch", 5, 12.0, 13.0),
+        ("scorer", "follow", 4, 9.0, 10.0),
+        ("scorer", "score", 0, 0.0, 8.0),
+    ]
+    assert Overlap.of(Interval(*row) for row in rows) == Overlap(scoring=4.0, under_update=1.0, under_waiting=1.0)
