@@ -34,6 +34,8 @@ OnChunk = Callable[[Chunk], None | Awaitable[None]]
 
 # SGLang closes a connection after 5 s without a request; a client that keeps it longer sends into a closed socket.
 _KEEP_ALIVE_S = 3.0
+# Routed experts of a whole sequence are the largest thing an event carries.
+_LARGEST_RECORD = 2**30
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -48,12 +50,18 @@ class ClientCounters:
     retries: int = 0
     errors: int = 0
 
+    def add(self, other: ClientCounters) -> None:
+        """Count what ``other`` has counted, too."""
+        for name in ClientCounters.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class EngineClient:
     """Requests to, and control of, one engine.
 
     Args:
         url: base address, ``http://host:port``.
+        api_key: sent as a bearer token with every request; needed when the engine was started with one.
         control_deadline_s: longest wait for a control call's answer.
         stall_s: longest silence of a generation stream; longer than a weight update pauses the engine.
         retries: further attempts when a connection breaks where sending again is safe.
@@ -69,6 +77,7 @@ class EngineClient:
         self,
         url: str,
         *,
+        api_key: str = "",
         control_deadline_s: float = 60.0,
         stall_s: float = 300.0,
         retries: int = 2,
@@ -84,6 +93,10 @@ class EngineClient:
         self.routed_experts_shape = routed_experts_shape
         self.in_place_updates = in_place_updates
         self.oldest_cached_version = 0
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._label: str | None = None  # the version last seen on the engine, None until there is one
         self.counters = ClientCounters()
         self._session: aiohttp.ClientSession | None = None
 
@@ -146,12 +159,13 @@ class EngineClient:
         self.counters.requests += 1
         attempt = 0
         while True:
-            answer = Answer(len(input_ids), options.max_new_tokens, shape,
-                            self.in_place_updates, self.oldest_cached_version)
+            answer = Answer(len(input_ids), options.max_new_tokens, shape, self.in_place_updates,
+                            self.oldest_cached_version, self._label, self.vocab_size)
             try:
                 generation = await self._collect(body, answer, on_chunk)
                 break
             except EngineUnreachable:
+                self._label = None  # what comes back on this address may be another process
                 if attempt >= self.retries or answer.output_ids:
                     self.counters.errors += 1
                     raise
@@ -168,12 +182,16 @@ class EngineClient:
         try:
             async for event in self._events(body):
                 chunk = answer.add(event)
+                if chunk is not None:
+                    self._label = chunk.version_on_arrival
                 if chunk is not None and on_chunk is not None:
                     waiting = on_chunk(chunk)
                     if inspect.isawaitable(waiting):
                         await waiting
             return answer.finish()
         except EngineError as error:
+            if answer.finished and isinstance(error, EngineUnreachable | EngineTimeout):
+                return answer.finish()  # it broke behind the last event
             if error.url:
                 raise
             raise type(error)(error.text, status=error.status, url=self.url) from error
@@ -185,7 +203,7 @@ class EngineClient:
         try:
             async with self._http().post(
                 f"{self.url}/generate", data=orjson.dumps(body), timeout=timeout,
-                headers={"Content-Type": "application/json"},
+                headers=self._headers,
             ) as response:
                 if response.status != 200:
                     raise EngineError(_error_text(await response.read()), status=response.status, url=self.url)
@@ -264,7 +282,9 @@ class EngineClient:
 
     async def version(self) -> int:
         """The version of the weights the engine samples with now."""
-        return parse_version((await self._call("GET", "/model_info")).get("weight_version"))
+        version = parse_version((await self._call("GET", "/model_info")).get("weight_version"))
+        self._label = str(version)
+        return version
 
     async def set_version(self, version: int) -> None:
         """Label the weights ``version``. Running requests go on; their spans change at this point.
@@ -274,6 +294,7 @@ class EngineClient:
         """
         await self._call("POST", "/update_weight_version",
                          {"new_version": str(version), "abort_all_requests": False})
+        self._label = str(version)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop sampling. ``retract``: running requests wait and are recomputed; ``abort``: they end with what
@@ -311,7 +332,7 @@ class EngineClient:
             try:
                 async with self._http().request(
                     method, self.url + path, data=data, timeout=timeout,
-                    headers={"Content-Type": "application/json"},
+                    headers=self._headers,
                 ) as response:
                     content = await response.read()
                     return self._control_answer(path, response.status, content)
@@ -340,6 +361,8 @@ async def _sse_records(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     pending = b""
     async for block in content.iter_any():
         pending += block
+        if len(pending) > _LARGEST_RECORD:
+            raise EngineError(f"an event of the stream is longer than {_LARGEST_RECORD} bytes: {pending[:80]!r}")
         if b"\n\n" not in block and b"\n\n" not in pending[-len(block) - 1:]:
             continue
         *records, pending = pending.split(b"\n\n")

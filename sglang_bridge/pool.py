@@ -1,46 +1,98 @@
-"""``EnginePool``: one face for several engines.
+"""``EnginePool``: one face for several engines, which may come and go.
 
 Invariants
-- A request goes to the healthy engine with the fewest requests of this pool in flight.
-- An engine that cannot be reached is left out until a health check succeeds; the request that found out goes to
-  another engine, if none of its tokens were delivered yet. With no healthy engine left the error lists them all.
+- A request goes to the serving engine with the fewest requests of this pool in flight, and never to more than
+  ``max_in_flight`` at once; it waits for a place, or for an engine, until its deadline at the longest.
+- A request whose engine breaks, falls silent or answers with nonsense is sent to another one, as long as no token of it
+  was delivered. After that only the caller knows what to keep: the error is raised, and what is sent next, the partial
+  ids included, goes to another engine.
+- An engine that is left out takes requests again only after it answered and holds ``required_version``; each failure in
+  a row leaves it out for twice as long (quarantine).
+- An engine taken off the list gets no new request; those it has are finished (drained).
 - Control (pause, version, weights) is not the pool's: it goes to each engine, through the publisher.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from sglang_bridge.client import ClientCounters, EngineClient, OnChunk
-from sglang_bridge.errors import EngineError, EngineUnreachable
+from sglang_bridge.errors import EngineError, EngineTimeout, EngineUnreachable
+from sglang_bridge.members import Member
 from sglang_bridge.protocol import Chunk, Generation, SamplingOptions
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+# Answers of a healthy engine that refuses this request: another engine would refuse it too.
+_NOT_NOW = (408, 425, 429)
 
 
 @dataclass(slots=True)
-class _Member:
-    client: EngineClient
-    in_flight: int = 0
-    last_failure: str = ""
-    out_since: float | None = None  # monotonic time it was left out, None while healthy
-    probing: bool = False
+class _Way:
+    """Where a request has been: addresses it was sent to, tokens of it that were delivered."""
+
+    tried: list[str] = field(default_factory=list)
+    delivered: int = 0
 
 
 class EnginePool:
     """Spreads generations over the engines at ``urls``; further keyword arguments go to each ``EngineClient``.
 
-    ``probe_s``: an engine left out is asked for its health again when a request comes at least this long after.
+    Args:
+        probe_s: an engine left out is asked for its health again this long after, twice as long after each failure.
+        longest_probe_s: but never later than this.
+        health_deadline_s: longest wait for the answer to one health check.
+        deadline_s: longest time for one ``generate``, waiting for a place and all engines it is tried on included.
+        patience_s: how long ``generate`` waits while there is no engine at all; 0 raises at once.
+        max_in_flight: most requests of this pool on one engine; further ones wait here, where they can still go to
+            another engine.
+        attempts: engines one request is tried on, the same one again where there is no other.
     """
 
-    def __init__(self, urls: Sequence[str], *, probe_s: float = 5.0, **client_options: Any) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        probe_s: float = 5.0,
+        longest_probe_s: float = 60.0,
+        health_deadline_s: float = 10.0,
+        deadline_s: float = 3600.0,
+        patience_s: float = 0.0,
+        max_in_flight: int = 4096,
+        attempts: int = 3,
+        **client_options: Any,
+    ) -> None:
         if not urls:
             raise ValueError("a pool needs at least one engine url")
+        if max_in_flight < 1 or attempts < 1:
+            raise ValueError(f"max_in_flight and attempts must be at least 1, got {max_in_flight} and {attempts}")
         self.probe_s = probe_s
-        self._members = [_Member(EngineClient(url, **client_options)) for url in urls]
+        self.longest_probe_s = longest_probe_s
+        self.health_deadline_s = health_deadline_s
+        self.deadline_s = deadline_s
+        self.patience_s = patience_s
+        self.max_in_flight = max_in_flight
+        self.attempts = attempts
+        self.required_version = 0
+        self._client_options = client_options
+        self._members = [self._member(url) for url in urls]
+        self._draining: list[Member] = []
+        self._gone = ClientCounters()
+        self._queue = asyncio.Lock()
+        self._nobody_since: float | None = None
+        self._asked_all_at = -math.inf
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _member(self, url: str) -> Member:
+        return Member(EngineClient(url, **self._client_options))
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,8 +104,13 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close the connections to every engine."""
-        for member in self._members:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for member in [*self._members, *self._draining]:
             await member.client.close()
+
+    # -- what it holds ------------------------------------------------------------------------------------------
 
     @property
     def clients(self) -> list[EngineClient]:
@@ -63,7 +120,7 @@ class EnginePool:
     @property
     def healthy_urls(self) -> list[str]:
         """Engines that take requests now."""
-        return [member.client.url for member in self._members if member.out_since is None]
+        return [member.client.url for member in self._members if member.serves]
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -71,13 +128,59 @@ class EnginePool:
         return {member.client.url: member.in_flight for member in self._members}
 
     @property
+    def failures(self) -> dict[str, str]:
+        """Why each engine that is left out was."""
+        return {member.client.url: member.last_failure for member in self._members if not member.serves}
+
+    @property
     def counters(self) -> ClientCounters:
-        """Sum of the counters of all clients."""
+        """Sum of the counters of all clients, those of engines that left included."""
         total = ClientCounters()
-        for member in self._members:
-            for name in ClientCounters.__slots__:
-                setattr(total, name, getattr(total, name) + getattr(member.client.counters, name))
+        for counters in (self._gone, *(m.client.counters for m in [*self._members, *self._draining])):
+            total.add(counters)
         return total
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """The engines from now on. New ones are asked for their health and version before they get a request; those no
+        longer named are drained. An empty list keeps nothing: requests wait for ``patience_s``."""
+        wanted = list(dict.fromkeys(url.rstrip("/") for url in urls))
+        known = {member.client.url: member for member in self._members}
+        for url, member in known.items():
+            if url not in wanted:
+                self._draining.append(member)
+                self._in_background(self._drain(member))
+        self._members = [known[url] if url in known else self._newcomer(url) for url in wanted]
+
+    def _newcomer(self, url: str) -> Member:
+        member = self._member(url)
+        member.leave_out("it has not answered yet", 0.0, 0.0)
+        return member
+
+    async def _drain(self, member: Member) -> None:
+        """Let what runs there come to its end, or to the deadline of those requests."""
+        while member.in_flight:
+            await asyncio.sleep(_LOOK_S)
+        self._draining.remove(member)
+        self._gone.add(member.client.counters)
+        await member.client.close()
+
+    async def versions(self, deadline_s: float) -> dict[str, int]:
+        """The version each serving engine samples with; one that does not answer in time is left out."""
+        serving = [member for member in self._members if member.serves]
+        answers = await asyncio.gather(*(self._ask_version(member, deadline_s) for member in serving))
+        return {member.client.url: version for member, version in zip(serving, answers) if version is not None}
+
+    async def _ask_version(self, member: Member, deadline_s: float) -> int | None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await member.client.version()
+        except EngineError as error:
+            self._leave_out(member, str(error))
+        except TimeoutError:
+            self._leave_out(member, f"{member.client.url}: no answer to its version in {deadline_s:g} s")
+        return None
+
+    # -- requests -----------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -88,61 +191,162 @@ class EnginePool:
         on_chunk: OnChunk | None = None,
         return_routed_experts: bool = False,
     ) -> Generation:
-        """``EngineClient.generate`` on the least loaded healthy engine.
+        """``EngineClient.generate`` on the least loaded serving engine, and on another one if that fails.
 
         Raises:
-            EngineUnreachable: every engine is out, or one broke after it had delivered tokens.
+            EngineUnreachable: no engine for ``patience_s``, the last of ``attempts`` broke, or one broke after it had
+                delivered tokens.
+            EngineTimeout: ``deadline_s`` is over, or an engine fell silent.
+            EngineError: the engine refused the request, or the last answer contradicts itself.
         """
-        delivered = False
+        way = _Way()
 
         def watched(chunk: Chunk) -> Any:
-            nonlocal delivered
-            delivered = True
+            way.delivered += len(chunk.output_ids)
             return None if on_chunk is None else on_chunk(chunk)
 
+        def send(client: EngineClient) -> Coroutine[Any, Any, Generation]:
+            return client.generate(
+                input_ids, options, rid=rid, on_chunk=None if on_chunk is None else watched,
+                return_routed_experts=return_routed_experts,
+            )
+
+        try:
+            async with asyncio.timeout(self.deadline_s) as limit:
+                return await self._until_answered(send, way)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise EngineTimeout(
+                f"generation not complete after {self.deadline_s:g} s: {way.delivered} tokens so far, tried on "
+                f"{', '.join(way.tried) or 'no engine'}; in flight {self.in_flight}; left out {self.failures}"
+            ) from error
+
+    async def _until_answered(
+        self, send: Callable[[EngineClient], Coroutine[Any, Any, Generation]], way: _Way
+    ) -> Generation:
         while True:
-            member = await self._pick()
-            member.in_flight += 1
+            member = await self._place(way.tried)
+            way.tried.append(member.client.url)
             try:
-                return await member.client.generate(
-                    input_ids, options, rid=rid, on_chunk=watched if on_chunk is not None else None,
-                    return_routed_experts=return_routed_experts,
-                )
-            except EngineUnreachable as error:
-                self._leave_out(member, str(error))
-                if delivered:
+                return await self._on(member, send(member.client))
+            except EngineError as error:
+                if way.delivered or len(way.tried) >= self.attempts or not _elsewhere(error):
                     raise
             finally:
                 member.in_flight -= 1
 
-    async def _pick(self) -> _Member:
-        await self._probe_due()
-        healthy = [member for member in self._members if member.out_since is None]
-        if not healthy:
-            await asyncio.gather(*(self._probe(member) for member in self._members))
-            healthy = [member for member in self._members if member.out_since is None]
-        if not healthy:
-            causes = "; ".join(member.last_failure or member.client.url for member in self._members)
-            raise EngineUnreachable(f"no engine of {len(self._members)} can be reached: {causes}")
-        return min(healthy, key=lambda member: member.in_flight)
+    async def _on(self, member: Member, request: Coroutine[Any, Any, Generation]) -> Generation:
+        """One request on one engine; how it went counts for or against the engine."""
+        try:
+            generation = await member.run(request)
+        except (EngineUnreachable, EngineTimeout) as error:
+            self._leave_out(member, str(error))
+            raise
+        except EngineError as error:
+            if _elsewhere(error):
+                member.note_failure(str(error), self.probe_s, self.longest_probe_s)
+            raise
+        member.failures_in_a_row = 0
+        return generation
 
-    async def _probe_due(self) -> None:
+    async def _place(self, tried: Sequence[str]) -> Member:
+        """The engine for a request, with a place on it taken. Prefers those it was not tried on.
+
+        First come, first served: one request at a time looks, the others queue behind it.
+        """
+        async with self._queue:
+            while True:
+                self._start_due_probes()
+                serving = [member for member in self._members if member.serves]
+                free = [member for member in serving if member.in_flight < self.max_in_flight]
+                if free:
+                    self._nobody_since = None
+                    chosen = min(free, key=lambda member: (tried.count(member.client.url), member.in_flight))
+                    chosen.in_flight += 1
+                    return chosen
+                if not serving:
+                    await self._refuse_if_hopeless()
+                await asyncio.sleep(_LOOK_S)
+
+    async def _refuse_if_hopeless(self) -> None:
         now = time.monotonic()
-        due = [member for member in self._members
-               if member.out_since is not None and now - member.out_since >= self.probe_s and not member.probing]
-        await asyncio.gather(*(self._probe(member) for member in due))
+        self._nobody_since = self._nobody_since or now
+        if now - self._nobody_since < self.patience_s:
+            return
+        if now - self._asked_all_at >= self.probe_s:
+            self._asked_all_at = now
+            await self.probe()
+        if not self.healthy_urls:
+            raise EngineUnreachable(self._nobody())
 
-    async def _probe(self, member: _Member) -> None:
+    def _nobody(self) -> str:
+        causes = "; ".join(member.last_failure or member.client.url for member in self._members)
+        waited = f" for {self.patience_s:g} s" if self.patience_s else ""
+        return f"no engine of {len(self._members)} can be reached{waited}: {causes or 'the list of engines is empty'}"
+
+    # -- health -------------------------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Ask every serving engine for its health; one that does not answer in ``health_deadline_s`` is left out, and
+        its running requests go elsewhere. Paused engines answer."""
+        await asyncio.gather(*(self._check(member) for member in self._members if member.serves))
+
+    async def probe(self) -> None:
+        """Ask every engine that is left out whether it can be taken back."""
+        await asyncio.gather(*(self._probe(m) for m in self._members if not m.serves and not m.probing))
+
+    async def _check(self, member: Member) -> None:
+        try:
+            await self._health(member)
+        except EngineError as error:
+            self._leave_out(member, str(error))
+            member.give_up_requests(error.text)
+
+    def _start_due_probes(self) -> None:
+        now = time.monotonic()
+        for member in self._members:
+            if member.probe_at is not None and now >= member.probe_at and not member.probing:
+                self._in_background(self._probe(member))
+
+    async def _probe(self, member: Member) -> None:
+        """Take an engine back if it answers and holds the required version."""
         member.probing = True
         try:
-            await member.client.info()
+            await self._health(member)
+            version = await member.client.version()
+            if version < self.required_version:
+                raise EngineError(f"holds version {version}, but {self.required_version} is required",
+                                  url=member.client.url)
         except EngineError as error:
             self._leave_out(member, str(error))
         else:
-            member.out_since = None
+            member.take_back()
         finally:
             member.probing = False
 
-    def _leave_out(self, member: _Member, cause: str) -> None:
-        member.out_since = time.monotonic()
-        member.last_failure = cause
+    async def _health(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self.health_deadline_s):
+                await member.client.info()
+        except TimeoutError as error:
+            text = f"no answer to a health check in {self.health_deadline_s:g} s"
+            raise EngineTimeout(text, url=member.client.url) from error
+
+    def _leave_out(self, member: Member, cause: str) -> None:
+        member.leave_out(cause, self.probe_s, self.longest_probe_s)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._settle)
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("engine pool: %s", error, exc_info=error)
+
+
+def _elsewhere(error: EngineError) -> bool:
+    """Whether another engine may do better: not when this one refused the request itself."""
+    return error.status is None or error.status >= 500 or error.status in _NOT_NOW

@@ -90,12 +90,16 @@ class Chunk:
 
     ``version_on_arrival`` is the engine's label when it sent them. Around an update it may already name the next
     version, so it is for display; the spans of the finished ``Generation`` are what tokens are labelled with.
+    ``version``: the one all these tokens were sampled under, where that is certain before the answer is finished: the
+    engine was known to have it before the request was sent, and still had it when they and all before them arrived.
+    None otherwise.
     """
 
     start: int
     output_ids: list[int]
     logprobs: list[float]
     version_on_arrival: str
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,16 @@ def require(mapping: Mapping[str, Any], key: str, kind: type | tuple[type, ...],
     return value
 
 
+def _count(meta: Mapping[str, Any], key: str) -> int:
+    """``meta[key]``, a number of things; 0 where it is missing or null."""
+    value = meta.get(key)
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise EngineError(f"meta_info: field {key!r} is {value!r:.80}, expected a count")
+    return value
+
+
 def _kind_name(kind: type | tuple[type, ...]) -> str:
     return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
 
@@ -151,7 +165,7 @@ def parse_logprobs(entries: Sequence[Any], ids: Sequence[int], where: str) -> li
         value = entry[0]
         if entry[1] != token:
             raise EngineError(f"{where}: log-prob {index} speaks of token {entry[1]!r}, the output has {token}")
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > LOGPROB_SLACK:
+        if type(value) not in (float, int) or not math.isfinite(value) or value > LOGPROB_SLACK:
             raise EngineError(f"{where}: log-prob of token {index} (id {token}) is {value!r}, not a finite number <= 0")
         logprobs.append(float(value))
     return logprobs
@@ -227,13 +241,18 @@ def parse_routed_experts(text: str, rows: int, shape: tuple[int, int]) -> npt.ND
 
 @dataclass(slots=True)
 class Answer:
-    """Collects one answer, event by event, and checks it. ``finish`` gives the ``Generation``."""
+    """Collects one answer, event by event, and checks it. ``finish`` gives the ``Generation``.
+
+    ``known_version``: label that the engine had before the request was sent, None where it is not known.
+    """
 
     prompt_tokens: int
     max_new_tokens: int
     routed_experts_shape: tuple[int, int] | None = None  # None: not asked for
     in_place_updates: bool = False
     oldest_cached_version: int = 0
+    known_version: str | None = None
+    vocab_size: int | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     last: Mapping[str, Any] | None = None
@@ -268,7 +287,9 @@ class Answer:
     def _append(self, new: list[Any], meta: Mapping[str, Any]) -> Chunk | None:
         start = len(self.output_ids)
         if any(type(token) is not int or token < 0 for token in new):
-            raise EngineError(f"output_ids from {start} are not token ids: {new!r}")
+            raise EngineError(f"output_ids from {start} are not token ids: {new!r:.200}")
+        if self.vocab_size is not None and any(token >= self.vocab_size for token in new):
+            raise EngineError(f"output_ids from {start} hold {max(new)}, the vocabulary ends at {self.vocab_size}")
         if start + len(new) > self.max_new_tokens:
             raise EngineError(f"{start + len(new)} output tokens, at most {self.max_new_tokens} were asked for")
         if not new:
@@ -277,7 +298,11 @@ class Answer:
         logprobs = parse_logprobs(entries[max(0, len(entries) - len(new)):], new, f"output from token {start}")
         self.output_ids += new
         self.logprobs += logprobs
-        return Chunk(start, new, logprobs, str(meta.get("weight_version")))
+        label = str(meta.get("weight_version"))
+        if label != self.known_version:
+            self.known_version = None  # from here on, tokens may be of the version before or of the next one
+        version = None if self.known_version is None or self.in_place_updates else parse_version(label)
+        return Chunk(start, new, logprobs, label, version)
 
     @staticmethod
     def _check_abort(meta: Mapping[str, Any]) -> None:
@@ -298,7 +323,7 @@ class Answer:
             raise EngineError(f"the engine saw {prompt} prompt tokens, {self.prompt_tokens} were sent")
         if length == 0 and kind != "abort":
             raise EngineError(f"finish reason {kind!r} with no output token")
-        retractions, cached = int(meta.get("num_retractions") or 0), int(meta.get("cached_tokens") or 0)
+        retractions, cached = _count(meta, "num_retractions"), _count(meta, "cached_tokens")
         oldest_cached = self.oldest_cached_version if self.in_place_updates and cached else None
         return Generation(
             output_ids=self.output_ids,

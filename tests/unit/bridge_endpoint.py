@@ -50,6 +50,8 @@ class ScriptedEndpoint:
         self.requests: list[dict[str, Any]] = []
         self.controls: list[tuple[str, Any]] = []
         self.url = ""
+        self.control: Reply | None = None
+        """Answers control calls instead of the fixed answer."""
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -66,9 +68,11 @@ class ScriptedEndpoint:
     ) -> None:
         await self._runner.cleanup()
 
-    async def _control(self, request: web.Request) -> web.Response:
+    async def _control(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.controls.append((request.path, json.loads(body) if body else None))
+        if self.control is not None:
+            return await self.control(request, {})
         return web.json_response({"success": True, "weight_version": "7"})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
