@@ -141,11 +141,14 @@ class Kernels(Protocol):
         segment: Segment,
         payload: torch.Tensor | None,
         with_digest: bool,
-    ) -> int:
+    ) -> int | torch.Tensor:
         """Toggle the words in place; returns the task's digest afterwards (0 without `with_digest`)."""
 
-    def digest(self, task: Task, words: torch.Tensor) -> int:
-        """The task's part of its tensor's digest: a sum modulo 2^64."""
+    def digest(self, task: Task, words: torch.Tensor) -> int | torch.Tensor:
+        """The task's part of its tensor's digest: a sum modulo 2^64, perhaps still being computed."""
+
+    def finish(self) -> None:
+        """Wait until everything asked for is done, and payloads may be freed."""
 
 
 def compress(payload: np.ndarray, level: int) -> bytes | None:

@@ -1,5 +1,6 @@
 """The codec's backend for tensors outside host memory: PyTorch operations on whole tasks, one pass per column.
 
+Stepping and digests never wait for the device: digests come back as tensors, and a walk waits once, at its end.
 Device tasks should be large (the store's default is 16 Mi words): the cost is in launches and passes, not in the words.
 Scratch is a few times the task, taken from PyTorch's caching allocator. Every operation also runs on host tensors,
 which is how its payloads are compared with the compiled backend's.
@@ -117,23 +118,23 @@ class DeviceKernels:
         segment: Segment,
         payload: torch.Tensor | None,
         with_digest: bool,
-    ) -> int:
+    ) -> int | torch.Tensor:
         if segment.mode != Mode.EMPTY and payload is not None:
             octets = payload.to(words.device, non_blocking=True)
             layout = columns_of(task, segment)
             counts = octets[layout.counts].view(torch.int32).reshape(task.chunks, 2)
             if segment.mode == Mode.SPARSE:
-                places = _places(counts[:, 0], octets[layout.offsets])
+                places = _places(counts[:, 0], octets[layout.offsets], segment.narrow)
                 low = octets[layout.values].reshape(segment.narrow, segment.width)
                 words[places] ^= _widen(low, task.word)
             else:
                 planes = octets[layout.values].reshape(segment.width, task.length)
                 words ^= _widen(planes.t(), task.word)
-            places = _places(counts[:, 1], octets[layout.wide_offsets])
+            places = _places(counts[:, 1], octets[layout.wide_offsets], segment.wide)
             words[places] ^= octets[layout.wide_values].view(words.dtype)
         return self.digest(task, words) if with_digest else 0
 
-    def digest(self, task: Task, words: torch.Tensor) -> int:
+    def digest(self, task: Task, words: torch.Tensor) -> torch.Tensor:
         octets = words.view(torch.uint8)
         missing = -octets.numel() % 8
         if missing:
@@ -148,7 +149,11 @@ class DeviceKernels:
         products.view(-1)[values.numel() :] = 0
         places = torch.arange(x.shape[0], device=words.device) + task.first_digest_word // STRIPE
         inner = _mix(products.sum(1) ^ (places * KEY + MIX_2))
-        return int(_mix(inner ^ rows.sum(1)).sum()) & ((1 << 64) - 1)
+        return _mix(inner ^ rows.sum(1)).sum()
+
+    def finish(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     def _stripe_keys(self, device: torch.device) -> torch.Tensor:
         if device not in self._keys:
@@ -173,11 +178,11 @@ def _offsets(places: torch.Tensor) -> torch.Tensor:
     return _octets(places).reshape(-1, 8)[:, :2].contiguous().view(torch.int16)
 
 
-def _places(counts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Word positions in the task from entries per chunk and 16-bit offsets."""
+def _places(counts: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Word positions in the task from entries per chunk and 16-bit offsets; total: entries, known without waiting."""
     chunks = torch.arange(counts.numel(), device=counts.device)
     within = offsets.view(torch.int16).to(torch.int64) & 0xFFFF
-    return torch.repeat_interleave(chunks, counts.to(torch.int64)) * CHUNK + within
+    return torch.repeat_interleave(chunks, counts.to(torch.int64), output_size=total) * CHUNK + within
 
 
 def _widen(low: torch.Tensor, word: int) -> torch.Tensor:

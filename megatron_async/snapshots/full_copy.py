@@ -130,7 +130,7 @@ class FullCopyStore(Traveller):
                 )
             blocks.append(block)
 
-        def work(index: int, task: Task) -> int:
+        def work(index: int, task: Task) -> int | torch.Tensor:
             self._part(blocks, task).copy_(self._weights.of(task))
             return self._weights.kernels.digest(task, self._weights.of(task))
 
@@ -149,7 +149,7 @@ class FullCopyStore(Traveller):
                 return 0
         verify = self.config.verify == "full"
 
-        def work(index: int, task: Task) -> int:
+        def work(index: int, task: Task) -> int | torch.Tensor:
             self._weights.of(task).copy_(self._part(full.blocks, task))
             return self._weights.kernels.digest(task, self._weights.of(task)) if verify else 0
 

@@ -58,7 +58,7 @@ BACKGROUND = "snapshot-capture"
 """Name of the thread that captures in the background."""
 
 
-Encode = Callable[[int, torch.Tensor, torch.Tensor], int]
+Encode = Callable[[int, torch.Tensor, torch.Tensor], int | torch.Tensor]
 """Encodes one task from its old words to its new ones; returns the digest of the new ones."""
 
 
@@ -336,7 +336,9 @@ class SnapshotStore(Traveller):
         self._staged = step
         return step
 
-    def _encode(self, label: str, path: Path | None, fill: Callable[[Encode], list[int]]) -> _Step:
+    def _encode(
+        self, label: str, path: Path | None, fill: Callable[[Encode], list[int | torch.Tensor]]
+    ) -> _Step:
         """A record in the first tier with room."""
         began, weights = time.perf_counter(), self._weights
         builder = self._tiers.begin(label, path)
@@ -426,7 +428,7 @@ class SnapshotStore(Traveller):
             if path is not None:
                 builder.disk_only()
 
-            def work(index: int, task: object) -> int:
+            def work(index: int, task: object) -> int | torch.Tensor:
                 new = weights.of(weights.grid[index])
                 return weights.encode(index, torch.zeros_like(new), new, self._builder_for(index, builder))
 

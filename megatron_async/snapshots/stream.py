@@ -12,8 +12,10 @@ from megatron_async.snapshots.walker import Weights
 
 
 def encode_stream(
-    weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]], encode: Callable[[int, torch.Tensor], int]
-) -> list[int]:
+    weights: Weights,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    encode: Callable[[int, torch.Tensor], int | torch.Tensor],
+) -> list[int | torch.Tensor]:
     """Call `encode(task index, new words)` for every task, as its tensor arrives; returns its results by task.
 
     Args:
@@ -26,7 +28,7 @@ def encode_stream(
     tasks: dict[int, list[int]] = {place: [] for place in places.values()}
     for index, task in enumerate(weights.grid):
         tasks[task.tensor].append(index)
-    parts = [0] * len(weights.grid)
+    parts: list[int | torch.Tensor] = [0] * len(weights.grid)
     for name, tensor in tensors:
         place = places.pop(name, None)
         spec = None if place is None else weights.specs[place]
@@ -55,6 +57,6 @@ def encode_stream(
 
 
 def _encode_from(
-    words: torch.Tensor, encode: Callable[[int, torch.Tensor], int]
-) -> Callable[[int, Task], int]:
+    words: torch.Tensor, encode: Callable[[int, torch.Tensor], int | torch.Tensor]
+) -> Callable[[int, Task], int | torch.Tensor]:
     return lambda index, task: encode(index, words[task.start : task.start + task.length])

@@ -81,14 +81,16 @@ class Weights:
         """uint64[tensors]: the position-sensitive digest of every tensor's bits."""
         return self.per_tensor(self.run(lambda _, task: self.kernels.digest(task, self.of(task, words))))
 
-    def per_tensor(self, parts: Sequence[int]) -> np.ndarray:
+    def per_tensor(self, parts: Sequence[int | torch.Tensor]) -> np.ndarray:
         """Add the digests of tasks up to digests of tensors."""
         sums = [0] * len(self.specs)
         for task, part in zip(self.grid, parts, strict=True):
-            sums[task.tensor] = (sums[task.tensor] + part) & MASK
+            sums[task.tensor] = (sums[task.tensor] + int(part)) & MASK
         return np.array(sums, np.uint64)
 
-    def encode(self, index: int, old: torch.Tensor, new: torch.Tensor, builder: RecordBuilder | None) -> int:
+    def encode(
+        self, index: int, old: torch.Tensor, new: torch.Tensor, builder: RecordBuilder | None
+    ) -> int | torch.Tensor:
         """Store the difference of one task in a record (unless None), and return the task's digest of `new`.
 
         Raises:
@@ -117,8 +119,9 @@ class Weights:
         """
         done: list[tuple[int, Record]] = []
 
-        def work(index: int, task: Task) -> int:
-            target, total = self.of(task, words), 0
+        def work(index: int, task: Task) -> int | torch.Tensor:
+            target: torch.Tensor = self.of(task, words)
+            total: int | torch.Tensor = 0
             active = [record for record in records if record.segments[index].mode != Mode.EMPTY]
             for place, record in enumerate(active):
                 last = with_digest and place == len(active) - 1
@@ -129,6 +132,7 @@ class Weights:
 
         try:
             parts = self.run(work)
+            self.kernels.finish()
         except BaseException:
             for index, record in done:
                 self._toggle(index, self.of(self.grid[index], words), record)
