@@ -104,5 +104,5 @@ def main() -> None:
         write_rows("megatron", rows)
 
 
-if __name__ == "__main__":  # saving starts a process that imports this file
+if __name__ == "__main__":
     main()

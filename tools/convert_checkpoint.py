@@ -132,5 +132,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":  # saving starts a process that imports this file
+if __name__ == "__main__":
     raise SystemExit(main())

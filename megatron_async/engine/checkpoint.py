@@ -4,12 +4,12 @@ Invariants:
 - What is stored is in the model's own shapes (``fully_reshardable``), so it loads under another tensor, pipeline,
   expert or data parallel size; optimiser states carry one key per parameter, whatever inner optimisers held them.
 - Loading gives weights, masters, moments and step counts bit for bit; every parameter has a step count of its own.
-- ``begin`` returns once everything is copied (or the process that writes has its own view of it): training goes on, and
-  what it changes does not reach the files.
+- ``begin`` returns once everything is copied: training goes on, and what it changes does not reach the files.
 - Files count only once the callback of ``begin`` has run; until then the folder is a leftover.
 """
 
 import functools
+import queue
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,13 +23,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories, nested_values
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_async.engine import platform
+from megatron_async.engine.checkpoint_files import BackgroundWrite, HostCopies
 from megatron_async.engine.token_model import TokenModel
 from megatron_async.errors import UserError
 
@@ -74,20 +75,30 @@ def check_fingerprint(model: TokenModel, saved: Mapping[str, Any], where: Path) 
 
 
 class ShardedWriter:
-    """Writes one checkpoint at a time; several writers may be at work at once.
+    """Writes one checkpoint of one model at a time; several writers may be at work at once.
 
-    asynchronous: a forked process writes while training goes on.
+    asynchronous: training goes on once everything is copied; the copies' memory, as much as the files of this rank, is
+    kept for the next save.
     """
 
     def __init__(self, *, asynchronous: bool = True) -> None:
         self._asynchronous = asynchronous
-        self._queue = AsyncCallsQueue(persistent=False)
-        self._results: Any = None
+        self._copies = HostCopies()
+        # Megatron's own queue is shared by all writers of the process, which would take each other's results.
+        self._results: queue.Queue[Any] = queue.Queue()
+        self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+        self._validated = False
+        self._write: BackgroundWrite | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a write has not been finished yet."""
-        return self._queue.get_num_unfinalized_calls() > 0
+        return self._write is not None
+
+    def prepare(self, model: TokenModel, average: list[Tensor] | None = None) -> None:
+        """Allocate the copies, which the first save would otherwise wait for; collective. Changes nothing."""
+        if self._asynchronous:
+            self._saved_state(model, average)
 
     def begin(
         self,
@@ -106,30 +117,54 @@ class ShardedWriter:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        state = _saved_state(model, average)
-        if self._results is None:
-            self._results = _manager().Queue()
-        # Megatron has one queue per process, over which results of two checkpoints would be mistaken for each other.
+        state = self._saved_state(model, average)
         filesystem_async._results_queue = self._results
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        # What lies where does not change while the model lives: once is enough to prove that nothing overlaps.
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            self._strategy,
+            validate_access_integrity=not self._validated,
+            async_sharded_save=True,
+        )
+        self._validated = True
         request.add_finalize_fn(written)
-        if self._asynchronous:
-            self._queue.schedule_async_request(request)
-        else:
-            request.execute_sync()
+        self._write = BackgroundWrite(request, self._results)
+        if not self._asynchronous:
+            self.finish()
 
     def poll(self) -> None:
         """Finish a write whose files are complete on all ranks; returns at once otherwise. Collective."""
-        self._queue.maybe_finalize_async_calls(blocking=False)
+        if self._write is not None and self._write.is_done():
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the write in progress. Collective; raises what went wrong while writing."""
-        self._queue.maybe_finalize_async_calls(blocking=True)
+        write, self._write = self._write, None
+        if write is not None:
+            write.finish()
 
     def abandon(self) -> None:
         """Give up a write in progress, as when the run ends with an error; not collective."""
-        while self._queue.async_calls:
-            self._queue.async_calls.popleft().async_caller.close(abort=True)
+        self._write = None
+
+    def _saved_state(self, model: TokenModel, average: list[Tensor] | None) -> dict[str, Any]:
+        """Everything that is written; live tensors where training waits anyway."""
+        model_state = _model_state(model)
+        state: dict[str, Any] = {"model": model_state, "random": _random_state()}
+        if model.optimizer is not None:
+            initialise_states(model)
+            kinds = dict(zip(KINDS, KINDS, strict=True))
+            copies = self._copies if self._asynchronous else None
+            state["optimizer"] = _optimizer_state(model, model_state, kinds, copies)
+            if average is not None:
+                with _contents_exchanged(model.masters(), average):
+                    names = {"param": _AVERAGE}
+                    state["average"] = _optimizer_state(model, model_state, names, self._copies)
+        if self._asynchronous:
+            self._copies.take(model_state)
+        platform.setup().synchronize()
+        return state
 
 
 def load(model: TokenModel, folder: Path, *, num_steps: int, with_random_state: bool = False) -> None:
@@ -177,12 +212,6 @@ def load_average(model: TokenModel, folder: Path, average: list[Tensor]) -> None
     whole = {order[i]: held[_AVERAGE] for i, held in loaded.items()}
     for value, parameter, part in zip(average, *_master_order(model), strict=True):
         value.copy_(whole[parameter].flatten()[part].view_as(value))
-
-
-@functools.cache
-def _manager() -> Any:
-    """The process through which writers report. It imports the program's main module, which must be guarded."""
-    return torch.multiprocessing.get_context("spawn").Manager()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -233,29 +262,13 @@ def _templates(model_state: dict[int, Any], kinds: tuple[str, ...]) -> dict[int,
 # ---- optimiser -------------------------------------------------------------------------------------------------------
 
 
-def _saved_state(model: TokenModel, average: list[Tensor] | None) -> dict[str, Any]:
-    model_state = _model_state(model)
-    state: dict[str, Any] = {"model": model_state, "random": _random_state()}
-    if model.optimizer is not None:
-        initialise_states(model)
-        kinds = dict(zip(KINDS, KINDS, strict=True))
-        state["optimizer"] = _optimizer_state(model, model_state, kinds, Tensor.detach)
-        if average is not None:
-            with _contents_exchanged(model.masters(), average):
-                state["average"] = _optimizer_state(model, model_state, {"param": _AVERAGE}, _copied)
-    return state
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _optimizer_state(
-    model: TokenModel, model_state: dict[int, Any], keys: dict[str, str], take: Callable[[Tensor], Tensor]
+    model: TokenModel, model_state: dict[int, Any], keys: dict[str, str], copies: HostCopies | None
 ) -> dict[int, Any]:
     """Per inner optimiser and parameter, the kinds in ``keys`` under the names they map to.
 
-    take: what to make of a live state that is whole on this rank, as the shapes that a rank holds alone are.
+    copies: where to copy live states that are whole on this rank; None leaves them in place. What Megatron gathers
+    over data-parallel ranks is a copy already.
     """
     state: dict[int, Any] = {}
     entries = {entry.data: entry for entry in _sharded(model_state)}
@@ -263,11 +276,13 @@ def _optimizer_state(
         if not isinstance(inner, DistributedOptimizer) or inner.data_parallel_group.size() == 1:
             state[index] = [
                 {
-                    kind: _described(entries[p], name, take(held[kind]).view(p.shape))
+                    kind: _described(entries[p], name, held[kind].detach().view(p.shape))
                     for kind, name in keys.items()
                 }
                 for p, _, held in _live_states_of(inner)
             ]
+            if copies is not None:
+                copies.take(state[index])
             continue
         # Megatron gathers the shards over data parallel ranks and gives them the parameters' shapes.
         tensors = inner.sharded_param_state_fully_reshardable(model_state, False, _metadata())

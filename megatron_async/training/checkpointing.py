@@ -9,9 +9,9 @@ Layout::
     checkpoints/.step_000020.<token>/ being written, or left by a kill
 
 Invariants:
-- A generation is written aside, under a name that is never used again (a writer may outlive a killed trainer by some
-  seconds), and gets its name in one rename when files and manifest are on the disk. What was left aside is never read,
-  and removed at the next start; nor is a folder read whose files are not all there in the sizes its manifest names.
+- A generation is written aside, under a name that is never used again, and gets its name in one rename when files and
+  manifest are on the disk. What was left aside is never read, and removed at the next start; nor is a folder read whose
+  files are not all there in the sizes its manifest names.
 - Older generations go after a newer one is complete, so one can always be resumed once there was one.
 - The data cursor needs no copy: which prompts were issued, and which batches steps had, is in the bank, whose
   transactions outlive a kill. A resume hands the batches of later steps out again.
@@ -168,9 +168,20 @@ class Checkpoints:
         return generation
 
     def restore(self, parts: Mapping[str, Stateful]) -> None:
-        """Give each part the state that the resumed generation holds of it, if it holds one."""
-        if self._resumed is None:
-            return
+        """Give each part the state that the resumed generation holds of it, if it holds one.
+
+        The memory that saves copy into is allocated here too, so that the first one does not wait for it.
+        """
+        if self._resumed is not None:
+            self._restore(parts)
+        if self._settings.every > 0:
+            average = next((v for p in parts.values() if (v := p.state_dict().get("values")) is not None), None)
+            self._writer(_WEIGHTS).prepare(self._policy, average)
+            for name, model in _models(parts).items():
+                self._writer(name).prepare(model)
+
+    def _restore(self, parts: Mapping[str, Stateful]) -> None:
+        assert self._resumed is not None, "called after a generation was loaded"
         for name, part in parts.items():
             saved = self._resumed.states.get(name)
             if saved and isinstance(part, HoldsModel):
@@ -202,7 +213,7 @@ class Checkpoints:
         aside = self.folder / f".{_name(steps)}.{token}"
         manifest = self._manifest(steps, version, states)
 
-        models = {name: part.model for name, part in parts.items() if isinstance(part, HoldsModel)}
+        models = _models(parts)
         unwritten = {_WEIGHTS, *models}
 
         def written(name: str) -> None:
@@ -243,7 +254,7 @@ class Checkpoints:
     def _newest(self) -> str | None:
         for path in self.folder.glob(".step_*"):
             logger.info("removing %s, which was not complete when its run ended", path)
-            shutil.rmtree(path, ignore_errors=True)  # its writer may still be at it
+            shutil.rmtree(path)
         complete = list_generations(self.folder)
         return str(complete[-1].path) if complete else None
 
@@ -260,6 +271,11 @@ class Checkpoints:
     def _prune(self) -> None:
         for generation in list_generations(self.folder)[: -self._settings.keep_last]:
             _remove(generation.path)
+
+
+def _models(parts: Mapping[str, Stateful]) -> dict[str, TokenModel]:
+    """The models of their own that parts have, by the parts' names."""
+    return {name: part.model for name, part in parts.items() if isinstance(part, HoldsModel)}
 
 
 def _name(steps: int) -> str:

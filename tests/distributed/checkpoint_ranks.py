@@ -140,5 +140,5 @@ def main() -> None:
     platform.shutdown()
 
 
-if __name__ == "__main__":  # saving starts a process that imports this file
+if __name__ == "__main__":
     main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,3 @@ def test_keys_do_not_depend_on_the_layout(directory: Path, name: str) -> None:
     for kind in (*checkpoint.KINDS, "average"):
         assert {f"optimizer.state.{kind}.{key}": shape for key, shape in model.items()}.items() <= states.items()
     assert len(states) == 4 * len(model)
-
-
-def test_processes_that_saving_starts_do_not_start_the_program_again() -> None:
-    """Trap: saving spawns a process that imports the program's main module."""
-    module = runpy.run_module("megatron_async", run_name="__mp_main__")
-    assert "main" in module

@@ -38,5 +38,5 @@ def main() -> int:
     return train.main(load(sys.argv[1], []))
 
 
-if __name__ == "__main__":  # saving starts a process that imports this file
+if __name__ == "__main__":
     raise SystemExit(main())
