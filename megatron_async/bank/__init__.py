@@ -3,8 +3,19 @@
 from megatron_async.bank.bank import Admitted, Bank
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankError, BankOpenError
+from megatron_async.bank.filtering import Filtered
 from megatron_async.bank.groups import OpenGroup
 from megatron_async.bank.ledger import Version
 from megatron_async.bank.states import State
 
-__all__ = ["Admitted", "Bank", "BankError", "BankOpenError", "OpenGroup", "State", "Step", "Version"]
+__all__ = [
+    "Admitted",
+    "Bank",
+    "BankError",
+    "BankOpenError",
+    "Filtered",
+    "OpenGroup",
+    "State",
+    "Step",
+    "Version",
+]

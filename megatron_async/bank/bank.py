@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from megatron_async.bank import batches, collecting, dialects, groups, ledger, scores
+from megatron_async.bank import batches, collecting, dialects, filtering, groups, ledger, scores
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankOpenError
+from megatron_async.bank.filtering import Filtered
 from megatron_async.bank.groups import OpenGroup
 from megatron_async.bank.ledger import Version
 from megatron_async.bank.states import State
@@ -168,16 +169,24 @@ class Bank:
     # ------------------------------------------------------------------ training
 
     def take_batch(
-        self, step: int, groups: int, group_size: int, min_version: int
+        self, step: int, groups: int, group_size: int, min_version: int, max_filtered: int = 0
     ) -> list[Trajectory] | None:
         """Reserve the oldest `groups` complete groups under `step`; None while fewer wait. One transaction.
 
-        Complete groups with a token older than `min_version` become stale first, also when None is returned. Members
-        beyond `group_size` are filtered. The order (groups by age, members by age) is the recorded one when a step is
-        trained again. Raises BankError when the step holds a batch already, or is committed.
+        Complete groups with a token older than `min_version` become stale first, also when None is returned. Then up to
+        `max_filtered` groups per step, over all calls for it, are filtered if their rewards are all equal, and later
+        ones take their place (`filtered` counts them). Members beyond `group_size` are filtered. The order (groups by
+        age, members by age) is the recorded one when a step is trained again. Raises BankError when the step holds a
+        batch already, or is committed.
         """
-        found = self._write(lambda conn: batches.take(conn, step, groups, group_size, min_version))
+        found = self._write(
+            lambda conn: batches.take(conn, step, groups, group_size, min_version, max_filtered)
+        )
         return None if found is None else [Trajectory.from_bytes(data) for data in found]
+
+    def filtered(self, step: int) -> Filtered:
+        """Groups without variance that made room while the batch of `step` was built."""
+        return self._read(lambda conn: filtering.of_step(conn, step))
 
     def peek_ready(self, group_size: int) -> int:
         """Complete groups that wait, stale ones not yet marked included."""

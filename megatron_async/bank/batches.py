@@ -1,8 +1,9 @@
 """Batches on their way out: taken under a step, committed with it, rolled back, trained again.
 
-A batch is taken in one transaction: what is too old is marked stale, the oldest complete groups are reserved under
-the step. A step is `reserved` until it is committed. When a checkpoint older than committed steps is resumed, those
-steps become `redo`: taking them again gives the recorded batches in the recorded order.
+A batch is taken in one transaction: what is too old is marked stale, groups without variance make room where that is
+asked for, the oldest complete groups are reserved under the step. A step is `reserved` until it is committed. When a
+checkpoint older than committed steps is resumed, those steps become `redo`: taking them again gives the recorded
+batches in the recorded order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, delete, exists, func, select, update
 
-from megatron_async.bank import dialects
+from megatron_async.bank import dialects, filtering
 from megatron_async.bank import groups as group_rows
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, move
@@ -38,7 +39,9 @@ class Step:
     committed_at: float | None
 
 
-def take(conn: Connection, step: int, wanted: int, group_size: int, min_version: int) -> list[bytes] | None:
+def take(
+    conn: Connection, step: int, wanted: int, group_size: int, min_version: int, max_filtered: int
+) -> list[bytes] | None:
     """See `Bank.take_batch`; payloads in the batch's order, or None while there are too few complete groups."""
     row = conn.execute(select(steps.c.state).where(steps.c.step == step)).one_or_none()
     if row is not None and row.state == "redo":
@@ -52,7 +55,8 @@ def take(conn: Connection, step: int, wanted: int, group_size: int, min_version:
             "back with rollback_uncommitted; a committed one is only trained again when an older checkpoint is resumed"
         )
     _mark_stale(conn, group_size, min_version)
-    chosen = _oldest_complete(conn, wanted, group_size)
+    filtering.drop_uninformative(conn, step, wanted, group_size, max_filtered)
+    chosen = group_rows.oldest_complete(conn, wanted, group_size)
     if len(chosen) < wanted:
         return None
     members = _reserve_members(conn, step, chosen, group_size)
@@ -176,22 +180,8 @@ def _mark_stale(conn: Connection, group_size: int, min_version: int) -> None:
     query = query.limit(_GROUPS_AT_ONCE).with_for_update(skip_locked=True)
     reason = f"stale: older than version {min_version} when a batch was built"
     while old := conn.execute(query).scalars().all():
-        move(conn, _waiting(conn, old), State.FINISHED, State.STALE, reason=reason)
+        move(conn, group_rows.waiting(conn, old), State.FINISHED, State.STALE, reason=reason)
         group_rows.retire(conn, old)
-
-
-def _oldest_complete(conn: Connection, wanted: int, group_size: int) -> list[int]:
-    """Positions of up to `wanted` complete groups, in the order in which the groups were started.
-
-    Exactly complete groups come in the order of the index. The few that are over-full or closed are sorted here: asked
-    to sort them, SQLite walks through all groups there ever were.
-    """
-    exact = select(groups.c.position).where(groups.c.queue == group_size).order_by(groups.c.position)
-    above = select(groups.c.position).where(groups.c.queue > group_size)
-    found: list[int] = []
-    for query in (exact.limit(wanted), above):
-        found += conn.execute(query.with_for_update(skip_locked=True)).scalars()
-    return sorted(found)[:wanted]
 
 
 def _reserve_members(conn: Connection, step: int, chosen: Sequence[int], group_size: int) -> int:
@@ -228,13 +218,6 @@ def _give_back(conn: Connection, step: int) -> int:
 def _members(conn: Connection, step: int) -> Sequence[int]:
     query = select(trajectories.c.position).where(trajectories.c.step == step)
     return conn.execute(query.order_by(trajectories.c.position)).scalars().all()
-
-
-def _waiting(conn: Connection, group_positions: Sequence[int]) -> Sequence[int]:
-    query = select(trajectories.c.position).where(
-        trajectories.c.group_position.in_(group_positions), trajectories.c.state == State.FINISHED.value
-    )
-    return conn.execute(query).scalars().all()
 
 
 def _payloads(conn: Connection, step: int) -> list[bytes]:

@@ -82,6 +82,28 @@ def _queue(fields: dict[str, Any]) -> int:
     return int(fields["waiting"])
 
 
+def oldest_complete(conn: Connection, wanted: int, group_size: int) -> list[int]:
+    """Positions of up to `wanted` complete groups, in the order in which the groups were started.
+
+    Exactly complete groups come in the order of the index. The few that are over-full or closed are sorted here: asked
+    to sort them, SQLite walks through all groups there ever were.
+    """
+    exact = select(groups.c.position).where(groups.c.queue == group_size).order_by(groups.c.position)
+    above = select(groups.c.position).where(groups.c.queue > group_size)
+    found: list[int] = []
+    for query in (exact.limit(wanted), above):
+        found += conn.execute(query.with_for_update(skip_locked=True)).scalars()
+    return sorted(found)[:wanted]
+
+
+def waiting(conn: Connection, group_positions: Sequence[int]) -> Sequence[int]:
+    """Positions of the members of these groups that wait to be trained."""
+    query = select(trajectories.c.position).where(
+        trajectories.c.group_position.in_(group_positions), trajectories.c.state == State.FINISHED.value
+    )
+    return conn.execute(query).scalars().all()
+
+
 def retire(conn: Connection, positions: Sequence[int]) -> None:
     """Mark locked groups done: none of their members waits any more."""
     done = {"done": True, "waiting": 0, "queue": 0, "min_version": None}
@@ -108,10 +130,7 @@ def close(conn: Connection, group_id: str, keep: bool, reason: str) -> int:
     if keep and (row.waiting or row.running):
         adjust(conn, row, closed=True)
         return int(row.waiting)
-    query = select(trajectories.c.position).where(
-        trajectories.c.group_position == row.position, trajectories.c.state == State.FINISHED.value
-    )
-    move(conn, conn.execute(query).scalars().all(), State.FINISHED, State.FILTERED, reason=reason)
+    move(conn, waiting(conn, [row.position]), State.FINISHED, State.FILTERED, reason=reason)
     adjust(conn, row, closed=True)
     retire(conn, [row.position])
     return 0

@@ -9,19 +9,16 @@ from __future__ import annotations
 import math
 import socket
 
-from megatron_async.config import methods
-from megatron_async.config.critic_checks import critic_problems
-from megatron_async.config.errors import ConfigError, nearest
+from megatron_async.config.errors import ConfigError
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
+from megatron_async.config.objective_checks import advantage_problems, objective_problems, objective_warnings
 from megatron_async.config.placement import placement_problems
 from megatron_async.config.plan import memory_problems
 from megatron_async.config.routing import routing_problems
-from megatron_async.config.schema import LayoutConfig, ObjectiveConfig, RunConfig
+from megatron_async.config.schema import LayoutConfig, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
 _HIGHEST_PORT = 65535
-# A window this tight (or tighter) only speaks of engine noise if the anchor is exact.
-TIGHT_MASK = 0.02
 
 
 def _check_layout(layout: LayoutConfig) -> list[str]:
@@ -263,114 +260,6 @@ def _check_ranges(config: RunConfig) -> list[str]:
     return problems
 
 
-def _check_objective(config: RunConfig) -> list[str]:
-    objective = config.objective
-    preset, problems = methods.METHODS[objective.name], []
-    low, high = objective.mask_low or 0.0, math.inf if objective.mask_high is None else objective.mask_high
-    if not low < high:
-        problems.append(
-            f"objective: the mask's window [{low}, {high}] is empty; mask_low must be below mask_high"
-        )
-    elif not low <= 1 <= high:
-        problems.append(
-            f"objective: the mask's window [{low}, {high}] does not hold 1, so exact tokens are rejected"
-        )
-    if objective.clip_low is not None and objective.clip_low < 0:
-        problems.append(f"objective.clip_low: {objective.clip_low} is negative; it is the distance below 1")
-    if objective.clip_high is not None and objective.clip_high < 0:
-        problems.append(f"objective.clip_high: {objective.clip_high} is negative; it is the distance above 1")
-    if objective.dual_clip is not None and objective.dual_clip <= 1:
-        problems.append(f"objective.dual_clip: {objective.dual_clip} is not above 1")
-    if config.rollout.max_staleness > 0 and not corrects_staleness(config):
-        problems.append(
-            f"rollout.max_staleness: {config.rollout.max_staleness} allows tokens of older versions, but objective "
-            f"{objective.name} with anchor {objective.anchor} and weight {objective.weight} does not correct for "
-            f"them; set rollout.max_staleness to 0, or use one of: {', '.join(_correcting())}"
-            + (
-                ""
-                if not preset.corrects_staleness
-                else ", or weight: discrepancy, or a mask on the discrepancy ratio"
-            )
-        )
-    return problems + _check_source(config)
-
-
-def corrects_staleness(config: RunConfig) -> bool:
-    """Whether the loss accounts for tokens that an older version sampled.
-
-    An anchor on the starting weights alone leaves out the way from the sampling version to them: some weight or mask on
-    the discrepancy ratio must bring it back in.
-    """
-    objective = config.objective
-    if not methods.METHODS[objective.name].corrects_staleness:
-        return False
-    masked = bool(objective.mask_low) or (
-        objective.mask_high is not None and math.isfinite(objective.mask_high)
-    )
-    return (
-        objective.anchor == "rollout"
-        or masked
-        or objective.weight != "none"
-        or methods.ANCHORS[objective.anchor].exact
-    )
-
-
-def _correcting() -> list[str]:
-    return [name for name, method in methods.METHODS.items() if method.corrects_staleness]
-
-
-def _check_source(config: RunConfig) -> list[str]:
-    source, anchor = config.old_logits.source, methods.ANCHORS[config.objective.anchor]
-    if not anchor.built:
-        ready = [
-            name for name in methods.METHODS[config.objective.name].anchors if methods.ANCHORS[name].built
-        ]
-        return [
-            f"objective.anchor: {config.objective.anchor} is not built in yet; with objective {config.objective.name} "
-            f"choose one of {', '.join(ready)}"
-        ]
-    if source not in methods.SOURCES:
-        return [f"old_logits.source: {source!r} is no source; {nearest(source, methods.SOURCES)}"]
-    if source == "dedicated" and (
-        config.trainer.nodes != 1 or not config.snapshots.durable or config.snapshots.disk_bytes == 0
-    ):
-        return [
-            "objective.anchor: dedicated sends records from disk to ranks beside the trainer's; it needs "
-            f"trainer.nodes: 1 (it is {config.trainer.nodes}), snapshots.durable: true and disk for snapshots; or use "
-            "anchor snapshot"
-        ]
-    if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
-        return [
-            f"objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
-            f"published and no KV cache outlive it; set publish.every to 1 (it is {config.publish.every}) and "
-            f"publish.pause_mode to retract or abort (it is {config.publish.pause_mode}), or use anchor snapshot"
-        ]
-    if source not in (anchor.source, *anchor.other_sources):
-        return [
-            f"old_logits.source: {source} does not give what objective.anchor: {config.objective.anchor} needs; "
-            f"set it to {' or '.join((anchor.source, *anchor.other_sources))}, or leave it out"
-        ]
-    return []
-
-
-def _check_advantage(config: RunConfig) -> list[str]:
-    advantage, problems = config.advantage, []
-    estimator = methods.ADVANTAGES[advantage.name]
-    if estimator.needs_group and config.batch.group_size == 1 and advantage.singleton == "error":
-        problems.append(
-            f"advantage.name: {advantage.name} compares the trajectories of a group, but batch.group_size is 1; raise "
-            "it to at least 2, or use advantage.name: running_mean, or say what to do by advantage.singleton"
-        )
-    if config.batch.group_size == 1 and advantage.drop_zero_variance_groups:
-        problems.append(
-            "advantage.drop_zero_variance_groups: true would drop every group, since a group of one "
-            "(batch.group_size: 1) has no variance; set it to false"
-        )
-    if advantage.window is not None and advantage.window < 1:
-        problems.append(f"advantage.window: {advantage.window} is not at least 1")
-    return problems + (critic_problems(config) if estimator.needs_critic else [])
-
-
 def is_local(host: str) -> bool:
     """Whether a host name means this machine alone or all its addresses."""
     return host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
@@ -417,29 +306,8 @@ def _check_ports(config: RunConfig, starts_engines: bool) -> list[str]:
     return []
 
 
-def _expected_mask_loss(objective: ObjectiveConfig) -> float:
-    high = math.inf if objective.mask_high is None else objective.mask_high
-    return methods.expected_mask_loss(objective.mask_low or 0.0, high)
-
-
 def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
-    objective, rollout, warnings = config.objective, config.rollout, []
-    anchor = methods.ANCHORS[objective.anchor]
-    tightest = min(1 - (objective.mask_low or 0.0), (objective.mask_high or math.inf) - 1)
-    if not anchor.exact and objective.anchor != "rollout" and tightest <= TIGHT_MASK:
-        warnings.append(
-            f"objective: mask [{objective.mask_low}, {objective.mask_high}] is within {TIGHT_MASK:.0%} of 1, but "
-            f"anchor {objective.anchor} is not exact: version drift enters the ratio and usable tokens are rejected, "
-            f"about {_expected_mask_loss(objective):.0%} of the stale ones at the mean |log ratio| of "
-            f"{methods.PUBLISHED_MEAN_LOG_RATIO} published for lag 1, more with every version of lag; use an exact "
-            "anchor (snapshot) or a wider mask"
-        )
-    clips = math.isfinite(min(objective.clip_low or 0.0, objective.clip_high or 0.0))
-    if objective.anchor == "start" and config.trainer.updates_per_batch == 1 and clips:
-        warnings.append(
-            "objective: with one update per batch and anchor start the clipped ratio is exactly 1, so the clip cannot "
-            "act and the mask carries all control; use an exact anchor, or trainer.updates_per_batch > 1"
-        )
+    rollout, warnings = config.rollout, objective_warnings(config)
     if rollout.top_p < 1 or rollout.top_k != -1:
         warnings.append(
             f"rollout: top_p {rollout.top_p} and top_k {rollout.top_k} sample from a cut distribution, but log-probs "
@@ -486,7 +354,7 @@ def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: boo
     """
     layout_problems = _check_layout(config.layout)
     problems = _check_ranges(config) + layout_problems + _check_processes(config) + _check_batch(config)
-    problems += _check_rollout(config) + _check_objective(config) + _check_advantage(config)
+    problems += _check_rollout(config) + objective_problems(config) + advantage_problems(config)
     if needs_weights:
         problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
     shape = read_shape(config.model.path)

@@ -154,6 +154,11 @@ class BatchConfig:
     """Prompts per step. More lowers the variance between tasks and lengthens the step."""
     group_size: int = 8
     """Trajectories per prompt. Group baselines need at least 2; the batch has groups * group_size trajectories."""
+    max_filtered_groups: int = 0
+    """Dynamic sampling (DAPO): up to so many groups per step whose rewards are all equal are filtered while the batch
+    is built, and later groups take their place, so that every group carries a gradient. Costs the filtered
+    trajectories; beyond the cap groups are taken as they come. 0 is off: such groups are in the batch, and only left
+    out of the loss (`advantage.drop_zero_variance_groups`)."""
 
     @property
     def trajectories(self) -> int:
@@ -229,15 +234,15 @@ class SnapshotsConfig:
     the old log-probs of tokens that were not trained yet."""
     durable: bool = True
     """Write every record to disk at once, so that a crash loses none. false writes only what memory cannot hold."""
+    shadow: bool | None = None
+    """Keep a copy of the weights to compare every new version with. null: only where the weights have no fp32 masters
+    (`model.dtype: float32`). Without it the difference is taken inside the optimiser step, before the new bits are
+    written: no copy, but the step waits for it, and gathers each tensor once more under the distributed optimiser."""
     keyframe_every: int = 0
     """Keep a full copy every so many versions; 0 never. Bounds the steps of a walk, costs a copy of the weights each;
     walks are as long as the staleness window, so it pays only for wide windows or as insurance against bad disks."""
     verify: Literal["full", "off"] = "full"
     """Compare digests of all weights whenever a version was put in place and after coming back: one reading of the
-    shadow: bool | None = None
-    """Keep a copy of the weights to compare every new version with. null: only where the weights have no fp32 masters
-    (`model.dtype: float32`). Without it the difference is taken inside the optimiser step, before the new bits are
-    written: no copy, but the step waits for it, and gathers each tensor once more under the distributed optimiser."""
     weights each. off trusts memory and disk."""
     compression_level: int = 1
     """zstd level of what goes to disk; 0 writes it as it is. Higher is smaller and slower."""

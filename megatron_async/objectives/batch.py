@@ -41,7 +41,7 @@ class TokenBatch:
     version_gap: int64, version at the start of this update minus the token's version.
     reference_logprobs: log-probs of the reference policy (KL penalty). rewards: the sequence's reward per token (TOPR).
     anchor_exact: bool, whether the anchor of this token is exact; None derives it from the anchor's name.
-    age_seconds: seconds between sampling the token and this update.
+    age_seconds: seconds between the making of the token's version and this update.
     context: given when each rank holds a share of every sequence; None when sequences are whole.
     """
 

@@ -104,17 +104,29 @@ class BatchFeed:
         assert self._bank is not None, "rank 0 owns the bank"
         config = self._config
         while True:
-            batch = self._bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)
+            cut = config.batch
+            batch = self._bank.take_batch(
+                step, cut.groups, cut.group_size, oldest, max_filtered=cut.max_filtered_groups
+            )
             if batch:
                 return _BATCH + join_messages([trajectory.to_bytes() for trajectory in batch])
             waited = time.monotonic() - started
             if waited > config.trainer.deadline_s:
                 raise BatchDeadline(self._deadline_message(step, waited))
-            ready = self._bank.peek_ready(config.batch.group_size)
-            self._on_wait(f"batch: {ready} of {config.batch.groups} groups")
+            self._on_wait(self._progress(step))
             if has_idle_work and (offered := self._offer(oldest)):
                 return _MEANWHILE + join_messages([trajectory.to_bytes() for trajectory in offered])
             time.sleep(config.rollout.poll_s / 2)
+
+    def _progress(self, step: int) -> str:
+        """How much of the batch there is."""
+        assert self._bank is not None
+        cut = self._config.batch
+        text = f"batch: {self._bank.peek_ready(cut.group_size)} of {cut.groups} groups"
+        if cut.max_filtered_groups == 0:
+            return text
+        filtered = self._bank.filtered(step).groups
+        return f"{text}, {filtered} of at most {cut.max_filtered_groups} without variance filtered"
 
     def _offer(self, oldest: int) -> list[Trajectory]:
         assert self._bank is not None
@@ -130,8 +142,8 @@ class BatchFeed:
         config = self._config
         return (
             f"step {step}: no batch after {waited:.0f} s (trainer.deadline_s={config.trainer.deadline_s:g}): "
-            f"{self._bank.peek_ready(config.batch.group_size)} complete groups of {config.batch.group_size} are "
-            f"ready, {config.batch.groups} are needed; trajectories by state: {self._bank.counts()}. Look at what "
+            f"{self._progress(step)} of {config.batch.group_size} are complete; trajectories by state: "
+            f"{self._bank.counts()}. Look at what "
             "the rollout waits for (status/rollout.json, logs/rollout.log), or raise trainer.deadline_s."
         )
 
@@ -148,7 +160,7 @@ def to_sequences(batch: Batch) -> list[Sequence]:
 
     Arrays, all [L] and token-aligned: rollout_logprobs (0 off the action tokens), action_mask, advantages,
     version_gap (difference of the ids, by which sources find the version), update_gap (what the loss reads: updates in
-    between), kv_mismatch, rewards.
+    between), kv_mismatch, rewards, and age_seconds (of the token's version) where the lineage knows it.
     """
     return [
         _to_sequence(
@@ -163,6 +175,8 @@ def _to_sequence(
 ) -> Sequence:
     mask = trajectory.loss_mask
     length = len(trajectory.token_ids)
+    age = lineage.seconds(time.time(), trajectory.versions)
+    timed = {} if age is None else {"age_seconds": np.where(mask, age, 0.0).astype(np.float32)}
     return Sequence(
         token_ids=trajectory.token_ids,
         temperature=trajectory.sampling.temperature,
@@ -174,6 +188,7 @@ def _to_sequence(
             "update_gap": np.where(mask, lineage.gaps(version, trajectory.versions), 0),
             "kv_mismatch": trajectory.kv_mismatch,
             "rewards": np.full(length, reward, np.float32),
+            **timed,
         },
         routed_experts=trajectory.routed_experts,
     )

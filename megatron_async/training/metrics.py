@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_async.bank import Filtered
+from megatron_async.config.schema import BatchConfig
 from megatron_async.engine.policy import TrainStepResult
 from megatron_async.objectives import Objective
 from megatron_async.observe import metrics as names
@@ -60,17 +62,30 @@ def update_metrics(
     """Metrics of the optimiser steps of one batch: means of loss and gradient norm, the objective's statistics."""
     if not results:
         return {"skipped": "no group of the batch has a learning signal"}
-    statistics = sum(result.stats["statistics"] for result in results)
+    # a batch without an action token has none
+    statistics = [result.stats["statistics"] for result in results if "statistics" in result.stats]
+    entropy = sum(float(result.stats["entropy"]) for result in results if "entropy" in result.stats)
     row: dict[str, Any] = {
         "loss": float(np.mean([result.loss for result in results])),
         "grad_norm": float(np.mean([result.grad_norm for result in results])),
         "lr": results[-1].lr,
-        "entropy": float(sum(result.stats["entropy"] for result in results)) / max(action_tokens, 1),
+        "entropy": entropy / max(action_tokens, 1),
         "batch/fill": float(np.mean([result.fill for result in results])),
-        **objective.summarise({"statistics": torch.from_numpy(statistics)}),
+        **(objective.summarise({"statistics": torch.from_numpy(sum(statistics))}) if statistics else {}),
     }
     reasons = [result.skipped for result in results if result.skipped]
     return row | ({"skipped": "; ".join(reasons)} if reasons else {})
+
+
+def filter_metrics(filtered: Filtered, cut: BatchConfig) -> dict[str, float]:
+    """What dynamic sampling left out of the step's batch; the rate is over all groups that were looked at."""
+    row = {
+        "batch/filtered_groups": filtered.groups,
+        "batch/filtered_rate": filtered.groups / (filtered.groups + cut.groups),
+        "batch/filter_exhausted": float(filtered.groups >= cut.max_filtered_groups),
+    }
+    mean = filtered.reward_mean
+    return row if mean is None else row | {"batch/filtered_reward_mean": mean}
 
 
 def active_fraction(objective: Objective, results: SequenceOf[TrainStepResult]) -> float | None:

@@ -7,6 +7,7 @@ it; a step is committed to the bank exactly once, after its update; only rank 0 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from megatron_async.training.checkpointing import Checkpoints, Stateful
 from megatron_async.training.control import Control
 from megatron_async.training.interruption import Interruption
 from megatron_async.training.lineage import Lineage
-from megatron_async.training.metrics import step_metrics, update_metrics
+from megatron_async.training.metrics import filter_metrics, step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
 from megatron_async.training.scores import KeptScores
 from sglang_bridge import Publisher
@@ -91,18 +92,19 @@ class Session:
         if generation is not None:
             self.version, self.first_step = generation.version, generation.steps
         versions, self._repeated_until = self.control.json_from_rank_zero(self._rewind_bank)
-        self.lineage = Lineage((version, parent) for version, parent in versions)
+        made_at = {version: at for version, _, at in versions}
+        self.lineage = Lineage(((version, parent) for version, parent, _ in versions), made_at)
         self._newest = versions[-1][0]
         self.catching_up = self.first_step < self._repeated_until
         if not self.catching_up:
             self._go_on()
 
-    def _rewind_bank(self) -> tuple[list[tuple[int, int | None]], int]:
-        """The versions there are, and the step before which batches are on record."""
+    def _rewind_bank(self) -> tuple[list[tuple[int, int | None, float]], int]:
+        """The versions there are with parent and time, and the step before which batches are on record."""
         assert self.bank is not None, "rank 0 owns the bank"
         self.bank.rollback_uncommitted(self.first_step - 1)
         self.bank.set_current_version(self.version)
-        versions = [(version.version, version.parent) for version in self.bank.versions()]
+        versions = [(version.version, version.parent, version.created_at) for version in self.bank.versions()]
         return versions, max((step.step + 1 for step in self.bank.steps() if step.state == "redo"), default=0)
 
     def _go_on(self) -> None:
@@ -119,7 +121,7 @@ class Session:
             lambda: self.bank.next_version() if self.bank else 0
         )
         sampled = not self.catching_up or step + 1 == self._repeated_until
-        self.lineage.add(self.version, parent, sampled=sampled)
+        self.lineage.add(self.version, parent, sampled=sampled, made_at=time.time())
         if self.bank:
             self.bank.record_version(self.version, parent, step)
 
@@ -173,6 +175,8 @@ class Session:
         metrics |= self.interruption.take_metrics() | routing
         metrics |= update_metrics(objective, results, metrics["batch/trained_action_tokens"])
         metrics |= credit
+        if self.config.batch.max_filtered_groups:
+            metrics |= filter_metrics(self.bank.filtered(step), self.config.batch)
         self.bank.commit_step(step, batch.version, self.version, metrics)
         self.metrics.log(step, metrics)
         self.status.count(step=step + 1, version=self.version, reward=metrics["reward/mean"])

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
+from megatron_async.config.schema import BatchConfig
 from megatron_async.trajectory import Trajectory, VersionSpan
 from tests.bank_support import collect, collect_group, running, states
 
@@ -72,7 +73,7 @@ def feed_over(bank: Bank, on_wait: Callable[[str], None]) -> Any:
 
     config = SimpleNamespace(
         rollout=SimpleNamespace(max_staleness=0, poll_s=0.0),
-        batch=SimpleNamespace(groups=1, group_size=2),
+        batch=BatchConfig(groups=1, group_size=2),
         trainer=SimpleNamespace(deadline_s=30.0, micro_batch_tokens=2 * PER_TRAJECTORY),
         layout=SimpleNamespace(data_parallel_size=1, context_parallel_size=1),
     )

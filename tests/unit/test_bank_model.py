@@ -31,6 +31,7 @@ class Member:
     state: str = "running"
     version: int = 0
     step: int | None = None
+    reward: float = 1.0
 
 
 @dataclass
@@ -41,6 +42,10 @@ class Group:
 
     def having(self, state: str) -> list[Member]:
         return [m for m in self.members if m.state == state]
+
+    @property
+    def equal(self) -> bool:
+        return len({member.reward for member in self.having("finished")}) == 1
 
     @property
     def complete(self) -> bool:
@@ -62,6 +67,7 @@ class BankMachine(RuleBasedStateMachine):
         self.bank = Bank.open(self.url)
         self.groups: dict[str, Group] = {}
         self.steps: dict[int, tuple[str, list[str]]] = {}  # state, batch in order
+        self.filtered: Counter[int] = Counter()  # groups by step
         self.newest = self.made = 0
 
     def teardown(self) -> None:
@@ -72,12 +78,12 @@ class BankMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ rollout
 
-    @rule(back=st.integers(0, 1), members=st.integers(1, 3))
-    def collect_group(self, back: int, members: int) -> None:
+    @rule(back=st.integers(0, 1), members=st.integers(1, 3), equal=st.booleans())
+    def collect_group(self, back: int, members: int, equal: bool) -> None:
         for pick in range(members):
             self.start(min(pick, 1))
-        for _ in range(members):
-            self.finish(-1, Status.OK, back)
+        for number in range(members):
+            self.finish(-1, Status.OK, back, float(equal or number % 2))
 
     @rule(pick=st.integers(0, 3))
     def start(self, pick: int) -> None:
@@ -98,14 +104,16 @@ class BankMachine(RuleBasedStateMachine):
         pick=st.integers(0, 99),
         status=st.sampled_from([Status.OK] * 4 + [Status.ENGINE_ERROR]),
         back=st.integers(0, 2),
+        reward=st.sampled_from([0.0, 1.0]),
     )
-    def finish(self, pick: int, status: Status, back: int) -> None:
+    def finish(self, pick: int, status: Status, back: int, reward: float) -> None:
         found = [(k, g, m) for k, g in self.groups.items() for m in g.having("running")]
         if not found:
             return
         key, group, member = found[pick % len(found)]
         member.version = max(0, self.newest - back)
-        state = self.bank.finish_trajectory(end(running(member.name, key), member.version, status))
+        member.reward = reward
+        state = self.bank.finish_trajectory(end(running(member.name, key), member.version, status, reward))
         kept = "filtered" if group.done else "finished"
         member.state = kept if status is Status.OK else "failed"
         group.retire_if_empty()
@@ -136,13 +144,14 @@ class BankMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ training
 
-    @rule(wanted=st.integers(1, 2), bound=st.integers(0, 3))
-    def take(self, wanted: int, bound: int) -> None:
+    @rule(wanted=st.integers(1, 2), bound=st.integers(0, 3), most=st.sampled_from([0, 0, 1, 3]))
+    def take(self, wanted: int, bound: int, most: int) -> None:
         step = self._next_step()
         min_version = max(0, self.newest - bound)
-        batch = self.bank.take_batch(step, wanted, SIZE, min_version)
-        expected = self._expected_batch(step, wanted, min_version)
+        batch = self.bank.take_batch(step, wanted, SIZE, min_version, max_filtered=most)
+        expected = self._expected_batch(step, wanted, min_version, most)
         assert (None if batch is None else [t.trajectory_id for t in batch]) == expected
+        assert self.bank.filtered(step).groups == self.filtered[step]
 
     @rule()
     def record_version(self) -> None:
@@ -158,8 +167,13 @@ class BankMachine(RuleBasedStateMachine):
 
     @rule()
     def train_one(self) -> None:
-        self.take(1, bound=4)
+        self.take(1, bound=4, most=0)
         self.commit()
+
+    @rule(most=st.sampled_from([0, 2]))
+    def train_one_but_crash(self, most: int) -> None:
+        self.take(1, bound=4, most=most)
+        self.crash_and_resume(None)
 
     @rule(checkpoint=st.none() | st.integers(-1, 1))
     def crash_and_resume(self, checkpoint: int | None) -> None:
@@ -183,7 +197,20 @@ class BankMachine(RuleBasedStateMachine):
         redo = [step for step, (state, _) in self.steps.items() if state == "redo"]
         return min(redo) if redo else len(self.steps)
 
-    def _expected_batch(self, step: int, wanted: int, min_version: int) -> list[str] | None:
+    def _filter(self, step: int, wanted: int, most: int) -> None:
+        while self.filtered[step] < most:
+            oldest = [group for group in self.groups.values() if group.complete][:wanted]
+            equal = [group for group in oldest if group.equal][: most - self.filtered[step]]
+            if not equal:
+                return
+            for group in equal:
+                for member in group.having("finished"):
+                    member.state = "filtered"
+                group.done = True
+            self.filtered[step] += len(equal)
+            self.reached["filtered"] += len(equal)
+
+    def _expected_batch(self, step: int, wanted: int, min_version: int, most: int) -> list[str] | None:
         if step in self.steps:
             self._set_step(step, "retaken", "reserved")
             return self.steps[step][1]
@@ -193,6 +220,7 @@ class BankMachine(RuleBasedStateMachine):
                     member.state = "stale"
                     self.reached["stale"] += 1
                 group.done = True
+        self._filter(step, wanted, most)
         chosen = [group for group in self.groups.values() if group.complete][:wanted]
         if len(chosen) < wanted:
             return None
@@ -266,6 +294,7 @@ def check_machine(new_url: Callable[[], str], examples: int, random: bool = Fals
 
 EVENTS = {
     "group taken",
+    "filtered",
     "closed group taken",
     "surplus",
     "stale",
@@ -280,12 +309,12 @@ def test_random_operations_agree_with_the_model_on_sqlite() -> None:
     memory = Path("/dev/shm")  # where there is one: the disk's syncs are not what is searched here
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         numbers = iter(range(1_000_000))
-        reached = check_machine(lambda: f"sqlite:///{Path(folder)}/{next(numbers)}.sqlite", examples=16)
+        reached = check_machine(lambda: f"sqlite:///{Path(folder)}/{next(numbers)}.sqlite", examples=24)
     assert set(reached) >= EVENTS, reached
 
 
 def test_random_operations_agree_with_the_model_on_postgresql(postgresql_server: PostgreSQLServer) -> None:
-    reached = check_machine(postgresql_server.new_database, examples=5)
+    reached = check_machine(postgresql_server.new_database, examples=8)
     assert set(reached) >= {"group taken", "committed", "stale"}, reached
 
 

@@ -117,6 +117,28 @@ def test_a_sensible_configuration_passes(tmp_path):
         (["objective.anchor=linear", "old_logits.source=start"], ["set it to linear, or leave it out"]),
         (["batch.group_size=1", "batch.groups=4"], ["batch.group_size is 1; raise it", "running_mean"]),
         (["batch.group_size=1", "advantage.name=running_mean"], ["would drop every group"]),
+        (
+            [
+                "batch.group_size=1",
+                "advantage.name=running_mean",
+                "advantage.drop_zero_variance_groups=false",
+                "batch.max_filtered_groups=8",
+            ],
+            ["max_filtered_groups: 8 would filter every group"],
+        ),
+        (
+            ["advantage.name=batch_mean", "batch.max_filtered_groups=8"],
+            ["advantage.name: batch_mean learns from them too", "one of grpo, dr_grpo, rloo"],
+        ),
+        (["batch.max_filtered_groups=-1"], ["-1 is negative; 0 takes groups as they come"]),
+        (
+            [
+                "objective={name: sat, options: {quantile_scope: microbatch}}",
+                "layout.world_size=2",
+                "layout.context_parallel_size=2",
+            ],
+            ["a micro-batch lies on 2 ranks", "set it to batch"],
+        ),
     ],
 )
 def test_what_would_fail_later_is_refused_with_the_arithmetic(tmp_path, overrides, words):
@@ -144,6 +166,7 @@ def test_all_problems_are_reported_together(tmp_path):
     ("overrides", "word"),
     [
         ([], "mask [0.99, 1.01] is within 2% of 1, but anchor start is not exact"),
+        (["objective.mask_low=0.98", "objective.mask_high=1.02"], "mask [0.98, 1.02] is within 2% of 1"),
         ([], "the clip cannot act"),
         (["rollout.top_p=0.9"], "every ratio is biased"),
         (["rollout.top_k=50"], "every ratio is biased"),

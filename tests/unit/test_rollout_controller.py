@@ -60,7 +60,9 @@ class Trainer:
         batch, oldest = self.config.batch, self.config.rollout.max_staleness
         deadline = time.monotonic() + 20
         while steps:
-            taken = self.bank.take_batch(self.step, batch.groups, batch.group_size, self.version - oldest)
+            taken = self.bank.take_batch(
+                self.step, batch.groups, batch.group_size, self.version - oldest, batch.max_filtered_groups
+            )
             assert time.monotonic() < deadline, f"no batch in 20 s; the bank holds {self.bank.counts()}"
             if taken is None:
                 await asyncio.sleep(0.01)
