@@ -1,9 +1,9 @@
 """Child processes of a run: started in their own sessions, watched, and stopped to the last descendant.
 
-Invariants: a part that ends unexpectedly is reported with the tail of its log; when the supervisor leaves its
-`with` block, however it leaves it, no process that it started is alive, at the latest `STOP_GRACE_S` plus a
-second later, also none that a part left behind when it was killed. If the supervisor itself is killed, the kernel
-sends SIGTERM to its children (PR_SET_PDEATHSIG).
+Invariants: a part that ends unexpectedly is reported with how it ended and the tail of its log; when the supervisor
+leaves its `with` block, however it leaves it, no process that it started is alive, at the latest `STOP_GRACE_S` plus a
+second later, also none that a part left behind when it was killed. A second Ctrl-C kills them all at once. If the
+supervisor itself is killed, the kernel sends SIGTERM to its children (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,17 +52,40 @@ def log_tail(path: Path, lines: int = 25) -> str:
     return "\n".join(text.splitlines()[-lines:]) or f"({path} is empty)"
 
 
+def describe_exit(code: int | None) -> str:
+    """How a process ended, in words: its exit code, or the signal that killed it. code: as `Popen.returncode`.
+
+    >>> describe_exit(3)
+    'ended with exit code 3'
+    >>> describe_exit(-15)
+    'was killed by SIGTERM'
+    """
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    name = known.get(-code, f"signal {-code}")
+    hint = " (by someone, or by the kernel for lack of memory: see `dmesg`)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
 class Part:
-    """One child process with its log file. environment: variables on top of this process's own."""
+    """One child process with its log file. environment: the variables it gets on top of `inherited` (default: this
+    process's own)."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        argv: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+        inherited: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.argv = list(argv)
         self.log_path = log_path
         self._mark = uuid.uuid4().hex
-        self._environment = {**os.environ, **(environment or {}), _PART_VARIABLE: self._mark}
+        inherited = os.environ if inherited is None else inherited
+        self._environment = {**inherited, **(environment or {}), _PART_VARIABLE: self._mark}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -87,7 +111,7 @@ class Part:
 
     def failure(self) -> PartFailed:
         return PartFailed(
-            f"{self.name} ended with exit code {self.poll()}; its log is {self.log_path}, which ends:\n"
+            f"{self.name} {describe_exit(self.poll())}; its log is {self.log_path}, which ends:\n"
             f"{log_tail(self.log_path)}"
         )
 
@@ -140,8 +164,17 @@ def supervised(parts: list[Part]) -> Iterator[list[Part]]:
     try:
         yield parts
     finally:
-        with _signals_ignored():
+        with on_second_signal(lambda: _kill_all(parts)):
             stop_all(parts)
+
+
+def _kill_all(parts: Sequence[Part]) -> None:
+    for part in parts:
+        for process in part.descendants():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
 
 
 @contextmanager
@@ -151,18 +184,28 @@ def stop_on_signals() -> Iterator[None]:
     def handler(signum: int, _frame: FrameType | None) -> None:
         raise StopRequested(signal.Signals(signum).name)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handling(handler):
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 @contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C must not interrupt the stopping itself, which is bounded in time."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+def on_second_signal(kill: Callable[[], None]) -> Iterator[None]:
+    """While the block stops things, which is bounded in time and must not be interrupted, a SIGINT or SIGTERM only
+    makes it faster: it calls `kill`."""
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        kill()
+
+    with _handling(handler):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -24,7 +24,8 @@ from sglang_bridge.protocol import Chunk, Generation, SamplingOptions, Span
 from sglang_bridge.server import EngineServer, ServerOptions
 
 if TYPE_CHECKING:
-    from sglang_bridge.publisher import Canary, Publisher, PublishReport
+    from sglang_bridge.proof import Canary
+    from sglang_bridge.publisher import Publisher, PublishReport
 
 __all__ = [
     "BridgeError", "Canary", "Chunk", "EngineClient", "EngineError", "EnginePool", "EngineServer",
@@ -35,7 +36,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The publisher's names, on first use: a process that only samples need not import torch."""
-    if name in ("Canary", "Publisher", "PublishReport"):
+    if name == "Canary":
+        from sglang_bridge.proof import Canary
+
+        return Canary
+    if name in ("Publisher", "PublishReport"):
         from sglang_bridge import publisher
 
         return getattr(publisher, name)

@@ -38,5 +38,10 @@ class EngineTimeout(EngineError):
 class PublishError(BridgeError):
     """New weights did not reach every engine, or an engine's weights are not the trainer's.
 
-    The message names the engine (peer) and the step that failed.
+    The message names the engine (peer) and the step that failed. ``urls``: the engines to blame, empty where it is
+    nobody's fault, or not known whose.
     """
+
+    def __init__(self, text: str, *, urls: tuple[str, ...] = ()) -> None:
+        self.urls = urls
+        super().__init__(text)

@@ -12,6 +12,8 @@ import threading
 import time
 
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
+KEY_VARIABLE = "SGLANG_BRIDGE_KEY"
+"""The key that clients must send. Taken out of the environment before anything else is started."""
 _POLL_S = 0.5
 
 

@@ -22,12 +22,12 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self
 
 from torch import Tensor
 
@@ -35,34 +35,22 @@ from sglang_bridge import platform
 from sglang_bridge.buckets import Bucket, pack
 from sglang_bridge.checksum import EngineChecksums
 from sglang_bridge.client import EngineClient, PauseMode
+from sglang_bridge.engine_calls import EngineCalls, failed
 from sglang_bridge.errors import EngineError, PublishError
-from sglang_bridge.event_loop import BackgroundLoop
+from sglang_bridge.proof import (
+    Canary,
+    check_hashable,
+    check_hashes,
+    check_scores,
+    engine_processes,
+    hashed,
+    read_checkpoint,
+)
 from sglang_bridge.weight_group import WeightGroup, address_towards
-
-T = TypeVar("T")
 
 _POLL_S = 0.0005
 # Buckets on their way at once: the engines load one while the next one is gathered and sent.
 _BUCKETS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """A token sequence and its log-probs under the weights being published.
-
-    ``logprobs[t]`` = log p(token t | tokens < t) at temperature 1, token-aligned, ``[0]`` ignored. An engine passes
-    when the largest difference is at most ``tolerance``: above engine noise (1e-5 in float32, up to 0.2 in bfloat16
-    on a random tiny model), below what an update changes.
-    """
-
-    input_ids: Sequence[int]
-    logprobs: Sequence[float]
-    tolerance: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if len(self.input_ids) != len(self.logprobs) or len(self.input_ids) < 4:
-            raise ValueError(f"a canary needs at least 4 tokens and as many log-probs, got {len(self.input_ids)} and "
-                             f"{len(self.logprobs)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +97,7 @@ class Publisher:
         bucket_bytes: size of one broadcast; two are held at a time on either side.
         deadline_s: longest wait for any one step of any one engine.
         address: where the engines reach this process; None: found from the engines' addresses.
+        api_key: of the engines, when they were started with one.
     """
 
     def __init__(
@@ -121,6 +110,7 @@ class Publisher:
         bucket_bytes: int = 256 * 2**20,
         deadline_s: float = 120.0,
         address: str | None = None,
+        api_key: str = "",
     ) -> None:
         if not urls:
             raise ValueError("a publisher needs at least one engine url")
@@ -129,17 +119,14 @@ class Publisher:
                              "distributed and disk, modes are retract, abort and in_place")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-        self.urls = [url.rstrip("/") for url in urls]
         self.transport = transport
         self.backend = backend or platform.default_backend()
         self.pause_mode: PauseMode = pause_mode
         self.bucket_bytes = bucket_bytes
         self.deadline_s = deadline_s
-        self.address = address or address_towards(self.urls)
+        self._address = address
         self.version: int | None = None  # last one published
-        self._loop = BackgroundLoop("publisher")
-        # An update call is not idempotent (its broadcast is consumed), so nothing is sent twice.
-        self._clients = [EngineClient(url, control_deadline_s=deadline_s, retries=0) for url in self.urls]
+        self._calls = EngineCalls(urls, deadline_s, api_key)
         self._group: WeightGroup | None = None
 
     def __enter__(self) -> Self:
@@ -152,13 +139,26 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the process group and close all connections. Engines keep running. Idempotent."""
-        if not self._clients:
-            return
-        self._drop_group()
-        for client in self._clients:
-            self._loop.run(client.close())
-        self._clients = []
-        self._loop.close()
+        if self._calls.clients:
+            self._drop_group()
+            self._calls.close()
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of the engines that are published to."""
+        return self._calls.urls
+
+    def follow(self, urls: Sequence[str]) -> None:
+        """Publish to these engines from now on; the process group is built anew when they are others than before.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not urls:
+            raise ValueError("a publisher needs at least one engine url")
+        if list(urls) != self.urls:
+            self._drop_group()
+            self._calls.follow(urls)
 
     # -- the group --------------------------------------------------------------------------------------------
 
@@ -170,22 +170,23 @@ class Publisher:
         """
         if self._group is not None:
             return
-        infos = self._everywhere("reach", lambda client: client.info())
+        infos = self._calls.everywhere("reach", lambda client: client.info())
         if self.pause_mode == "in_place":
             self._refuse_overlap(infos)
         if self.transport == "disk":
             return
-        sizes = [_engine_processes(info) for info in infos]
+        sizes = [engine_processes(info) for info in infos]
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
-        group = WeightGroup(self.address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
+        address = self._address or address_towards(self.urls)
+        group = WeightGroup(address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
         self._group = group
-        calls = [self._submit(client, "/init_weights_update_group", {
+        calls = [self._calls.post(client, "/init_weights_update_group", {
             "master_address": group.address, "master_port": group.port, "rank_offset": offset,
             "world_size": group.world_size, "group_name": group.name, "backend": self.backend,
-        }) for client, offset in zip(self._clients, offsets)]
+        }) for client, offset in zip(self._calls.clients, offsets)]
         try:
             group.join()
-            self._settle("join the process group", calls)
+            self._calls.settle("join the process group", calls)
         except RuntimeError as error:  # torch's DistError is one
             missing = [url for url, offset, size in zip(self.urls, offsets, sizes)
                        if any(offset <= rank < offset + size for rank in group.missing_ranks())]
@@ -196,8 +197,8 @@ class Publisher:
         if group is None:
             return
         # Engines forget it too; one that is gone, or already saw the connection break, has nothing to forget.
-        calls = [self._submit(client, "/destroy_weights_update_group", {"group_name": group.name})
-                 for client in self._clients]
+        calls = [self._calls.post(client, "/destroy_weights_update_group", {"group_name": group.name})
+                 for client in self._calls.clients]
         group.close()
         concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
 
@@ -231,7 +232,7 @@ class Publisher:
         if self.transport != "distributed":
             raise ValueError("this publisher's transport is disk; use publish_from_disk")
         sums = EngineChecksums() if checksum else None
-        stream = iter(tensors) if sums is None else _hashed(tensors, sums)
+        stream = iter(tensors) if sums is None else hashed(tensors, sums)
         return self._publish(version, lambda progress: self._send(stream, progress), canary, sums)
 
     def publish_from_disk(
@@ -267,11 +268,11 @@ class Publisher:
             self._pause(progress)
             transfer(progress)
             if self.pause_mode != "in_place":
-                self._everywhere("flush the prefix cache", lambda client: client.flush_cache())
+                self._calls.everywhere("flush the prefix cache", lambda client: client.flush_cache())
             if sums is not None:
                 self._check_sums(version, sums)
-            self._everywhere("set the version", lambda client: client.set_version(version))
-            self._everywhere("resume", lambda client: client.resume())
+            self._calls.everywhere("set the version", lambda client: client.set_version(version))
+            self._calls.everywhere("resume", lambda client: client.resume())
         except BaseException:
             self._clean_up(progress)
             raise
@@ -298,51 +299,51 @@ class Publisher:
         Raises:
             PublishError: names the engine that did not.
         """
-        self._everywhere("pause", lambda client: client.pause("retract"))
+        self._calls.everywhere("pause", lambda client: client.pause("retract"))
         stopped_at = time.time()
-        self._everywhere("abort running requests", lambda client: client.abort_all())
+        self._calls.everywhere("abort running requests", lambda client: client.abort_all())
         return stopped_at
 
     def release(self) -> None:
         """Let held engines sample again under the weights they have."""
-        self._everywhere("resume", lambda client: client.resume())
+        self._calls.everywhere("resume", lambda client: client.resume())
 
     def _pause(self, progress: _Progress) -> None:
         if self.pause_mode != "abort":
-            self._everywhere("pause", lambda client: client.pause(self.pause_mode))
+            self._calls.everywhere("pause", lambda client: client.pause(self.pause_mode))
             return
         # Retracting first and aborting then is the same as the engine's abort, which polls once a second.
-        self._everywhere("pause", lambda client: client.pause("retract"))
-        for load in self._everywhere("count running requests", lambda client: client.load()):
+        self._calls.everywhere("pause", lambda client: client.pause("retract"))
+        for load in self._calls.everywhere("count running requests", lambda client: client.load()):
             progress.aborted_requests += int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
             progress.aborted_tokens += int(load["num_total_tokens"])
-        self._everywhere("abort running requests", lambda client: client.abort_all())
+        self._calls.everywhere("abort running requests", lambda client: client.abort_all())
 
     def _send(self, tensors: Iterator[tuple[str, Tensor]], progress: _Progress) -> None:
         if self._group is None:
             raise PublishError("the process group is gone; connect again")
-        self._everywhere("begin the update", _begin_update)
+        self._calls.everywhere("begin the update", _begin_update)
         progress.touched = True
         started = time.monotonic()
         pending: collections.deque[list[Future[Any]]] = collections.deque()
         for bucket in pack(tensors, self.bucket_bytes, self._group.device):
             if len(pending) == _BUCKETS_IN_FLIGHT:
-                self._settle("load a bucket", pending.popleft())
+                self._calls.settle("load a bucket", pending.popleft())
             pending.append(self._broadcast(self._group, bucket))
             progress.bytes += bucket.nbytes
             progress.buckets += 1
         while pending:
-            self._settle("load a bucket", pending.popleft())
+            self._calls.settle("load a bucket", pending.popleft())
         if progress.buckets == 0:
             raise PublishError("no tensor was published: the stream of weights is empty")
-        self._everywhere("end the update", lambda client: client.call("/end_weight_update", {}))
+        self._calls.everywhere("end the update", lambda client: client.call("/end_weight_update", {}))
         progress.transfer_seconds = time.monotonic() - started
 
     def _broadcast(self, group: WeightGroup, bucket: Bucket) -> list[Future[Any]]:
         """Announce one bucket to the engines and send it; the calls come back while they load it."""
         body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group.name,
                 "load_format": "flattened_bucket", "flush_cache": False}
-        calls = [self._submit(client, "/update_weights_from_distributed", body) for client in self._clients]
+        calls = [self._calls.post(client, "/update_weights_from_distributed", body) for client in self._calls.clients]
         limit = time.monotonic() + self.deadline_s
         try:
             work = group.broadcast(bucket.flat)
@@ -361,7 +362,7 @@ class Publisher:
         progress.touched = True
         started = time.monotonic()
         body = {"model_path": str(path), "flush_cache": False, "abort_all_requests": False}
-        self._everywhere(f"load {path}", lambda client: client.call("/update_weights_from_disk", body))
+        self._calls.everywhere(f"load {path}", lambda client: client.call("/update_weights_from_disk", body))
         progress.transfer_seconds = time.monotonic() - started
         progress.bytes = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
@@ -369,69 +370,37 @@ class Publisher:
         """After a failure: drop the group; resume engines whose weights are whole, leave the others paused."""
         self._drop_group()
         if not progress.touched:
-            calls = [self._loop.submit(client.resume()) for client in self._clients]
+            calls = [self._calls.submit(client.resume()) for client in self._calls.clients]
             concurrent.futures.wait(calls, timeout=min(5.0, self.deadline_s))
 
     # -- proofs -----------------------------------------------------------------------------------------------
 
     def _check_sums(self, version: int, sums: EngineChecksums) -> None:
-        for url, info in zip(self.urls, self._everywhere("describe itself", lambda client: client.info())):
-            if info.get("device") != "cpu" or _engine_processes(info) != 1:
-                raise PublishError(
-                    f"{url}: checksums need an engine on a CPU without tensor parallelism, this one has device "
-                    f"{info.get('device')!r} and {_engine_processes(info)} processes; verify with a canary instead"
-                )
-        answers = self._everywhere(
+        for url, info in zip(self.urls, self._calls.everywhere("describe itself", lambda client: client.info())):
+            check_hashable(url, info)
+        answers = self._calls.everywhere(
             "hash its weights", lambda client: client.call("/weights_checker", {"action": "checksum"})
         )
         for url, answer in zip(self.urls, answers):
-            try:
-                sums.compare(answer["ranks"][0]["checksums"])
-            except (KeyError, IndexError, TypeError) as error:
-                raise PublishError(f"{url}: /weights_checker gave no checksums: {str(answer)[:200]}") from error
-            except ValueError as error:
-                raise PublishError(f"{url} does not hold version {version}: {error}. It stays paused.") from error
+            check_hashes(url, version, sums, answer)
 
     def _check_canary(self, version: int, canary: Canary) -> None:
         """Score twice: recomputed, and over the prefix cache, where keys and values of old weights would show."""
         starts = [0] if self.pause_mode == "in_place" else [len(canary.input_ids) // 2, 0]
         for start in starts:
-            scores = self._settle("score the canary", [
-                self._loop.submit(client.score(canary.input_ids, start=start)) for client in self._clients
+            scores = self._calls.settle("score the canary", [
+                self._calls.submit(client.score(canary.input_ids, start=start)) for client in self._calls.clients
             ])
-            for client, score in zip(self._clients, scores):
-                positions = range(start + 1, len(score))
-                worst = max(positions, key=lambda t: abs(score[t] - canary.logprobs[t]))
-                difference = abs(score[worst] - canary.logprobs[worst])
-                if not difference <= canary.tolerance:  # a NaN fails too
+            for client, score in zip(self._calls.clients, scores):
+                try:
+                    check_scores(client.url, version, canary, score, start)
+                except PublishError:
                     self._quarantine(client)
-                    raise PublishError(
-                        f"{client.url} does not sample as version {version}: the canary's token {worst} has log-prob "
-                        f"{score[worst]:.6f}, expected {canary.logprobs[worst]:.6f}, tolerance {canary.tolerance:g} "
-                        f"({'over the prefix cache' if start else 'recomputed'}). It is paused."
-                    )
+                    raise
 
     def _quarantine(self, client: EngineClient) -> None:
-        self._loop.run(client.pause("retract"))
-        self._loop.run(client.abort_all())
-
-    # -- calls to all engines ---------------------------------------------------------------------------------
-
-    def _everywhere(self, step: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """``call`` on every engine at once; the answers in the order of ``urls``."""
-        return self._settle(step, [self._loop.submit(call(client)) for client in self._clients])
-
-    def _submit(self, client: EngineClient, path: str, body: dict[str, Any]) -> Future[dict[str, Any]]:
-        return self._loop.submit(client.call(path, body))
-
-    def _settle(self, step: str, calls: Sequence[Future[T]]) -> list[T]:
-        """Wait for one call per engine; the answers. Raises ``PublishError`` naming each engine that failed."""
-        # A little longer than the calls' own deadline, so that their error, which says more, comes first.
-        concurrent.futures.wait(calls, timeout=self.deadline_s + 2.0)
-        failures = _failures(self.urls, calls)
-        if failures:
-            raise PublishError(f"could not {step} on {len(failures)} of {len(calls)} engines: {'; '.join(failures)}")
-        return [call.result() for call in calls]
+        self._calls.submit(client.pause("retract")).result()
+        self._calls.submit(client.abort_all()).result()
 
     def _fail(
         self, step: str, calls: Sequence[Future[Any]], cause: RuntimeError, *, suspects: Sequence[str] = ()
@@ -442,27 +411,12 @@ class Publisher:
         """
         if not suspects:
             concurrent.futures.wait(calls, timeout=1.0, return_when=concurrent.futures.FIRST_EXCEPTION)
-        blamed = [f"{url} did not come within {self.deadline_s:g} s" for url in suspects]
-        blamed = blamed or _failures(self.urls, calls, silent=False) or _failures(self.urls, calls)
+        blamed = {url: f"{url} did not come within {self.deadline_s:g} s" for url in suspects}
+        blamed = blamed or self._calls.failures(calls, silent=False) or self._calls.failures(calls)
         self._drop_group()
         concurrent.futures.wait(calls, timeout=2.0)
         # The traceback is dropped: its frames would keep the group's store, and with it waiting peers, alive.
-        raise PublishError(f"could not {step} on {len(blamed) or 'any'} of {len(calls)} engines: "
-                           f"{'; '.join(blamed) or cause}") from cause.with_traceback(None)
-
-
-def _failures(urls: Sequence[str], calls: Sequence[Future[Any]], *, silent: bool = True) -> list[str]:
-    """What went wrong with each call; ``silent`` counts calls that have not come back."""
-    failures = []
-    for url, call in zip(urls, calls):
-        if not call.done():
-            if silent:
-                failures.append(f"{url} has not answered")
-        elif (error := call.exception()) is not None:
-            if not isinstance(error, EngineError):
-                raise error
-            failures.append(str(error))
-    return failures
+        raise failed(step, blamed, len(calls), cause) from cause.with_traceback(None)
 
 
 async def _begin_update(client: EngineClient) -> None:
@@ -474,28 +428,3 @@ async def _begin_update(client: EngineClient) -> None:
             raise
         await client.call("/end_weight_update", {})
         await client.call("/begin_weight_update", {})
-
-
-def _engine_processes(info: dict[str, Any]) -> int:
-    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
-
-
-def _hashed(tensors: Iterable[tuple[str, Tensor]], sums: EngineChecksums) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        sums.add(name, tensor)
-        yield name, tensor
-
-
-def read_checkpoint(path: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a safetensors checkpoint, one at a time."""
-    from safetensors import safe_open
-
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{path} holds no *.safetensors file")
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  (not a dict: it cannot be iterated)
-                yield name, shard.get_tensor(name)
-
-

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ from typing import Self
 import psutil
 
 from sglang_bridge.errors import EngineStartError
-from sglang_bridge.lifetime import PARENT_VARIABLE
+from sglang_bridge.lifetime import KEY_VARIABLE, PARENT_VARIABLE
 
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 25
@@ -51,6 +52,7 @@ class ServerOptions:
         weight_version: version of the weights in ``model_path``.
         extra_args: further SGLang arguments, appended last, so they win.
         environment: further environment variables of the server.
+        api_key: what clients must send as a bearer token; needed to listen anywhere but on loopback.
     """
 
     dtype: str = "auto"
@@ -61,6 +63,7 @@ class ServerOptions:
     weight_version: int = 0
     extra_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    api_key: str = field(default="", repr=False)
 
     def arguments(self) -> list[str]:
         """The command line these options stand for."""
@@ -84,7 +87,8 @@ class EngineServer:
 
     Args:
         model_path: Hugging Face checkpoint directory, or a hub name SGLang can resolve.
-        host: address to listen on; loopback unless the network is trusted, since the API has no password here.
+        host: address to listen on; one that others can reach needs ``options.api_key``, since whoever reaches an
+            engine can replace its weights.
         port: 0 picks a free one at ``start``; ``url`` then has it.
         log_path: everything the server prints (appended).
         options: see ``ServerOptions``.
@@ -132,8 +136,13 @@ class EngineServer:
         """Start the process and return at once.
 
         Raises:
-            EngineStartError: already running, the checkpoint is not there, or the port is taken.
+            EngineStartError: already running, the checkpoint is not there, the port is taken, or others could reach
+                it without a key.
         """
+        if not is_loopback(self.host) and not self.options.api_key:
+            raise EngineStartError(f"an engine that listens on {self.host} can be reached by others, who could read "
+                                   "and replace its weights: give it a key (ServerOptions.api_key), or listen on "
+                                   "127.0.0.1")
         if self.alive():
             raise EngineStartError(f"the server on {self.url} is already running (pid {self.pid})")
         check_checkpoint(self.model_path)
@@ -144,7 +153,11 @@ class EngineServer:
             "--model-path", self.model_path, "--host", self.host, "--port", str(self.port),
             *self.options.arguments(),
         ]
-        with self.log_path.open("ab") as log:
+        # SGLang prints its arguments, a key among them.
+        mode = 0o600 if self.options.api_key else 0o666
+        with open(os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "ab") as log:
+            if self.options.api_key:
+                os.fchmod(log.fileno(), mode)
             self._log_start = log.tell()
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
@@ -163,11 +176,34 @@ class EngineServer:
         # A launcher's rank variables would make the server join the launcher's process group.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
+        if self.options.api_key:
+            environment[KEY_VARIABLE] = self.options.api_key  # command lines can be read by every user
         return {**environment, **self.options.environment}
 
     def alive(self) -> bool:
         """True while the server process runs (ready or not)."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended, negative for a signal; None while it runs and when it was not started."""
+        return None if self._process is None else self._process.poll()
+
+    def answers(self) -> bool:
+        """True once the server takes requests. Waits a second at most."""
+        return self.alive() and _answers(f"{self.url}/ready", 1.0)
+
+    def interrupt(self) -> None:
+        """Tell the server to end, without waiting for it; ``stop`` waits."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)  # SGLang looks at SIGTERM only every five seconds
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes, without waiting; ``stop`` does the rest."""
+        if self._process is not None:
+            for process in _group_members(self._process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def wait_ready(self, deadline_s: float = 300.0) -> None:
         """Wait until the server takes requests.
@@ -213,13 +249,18 @@ class EngineServer:
             return
         shared = _shared_memory(_group_members(process.pid))
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)  # SGLang looks at SIGTERM only every five seconds
+            process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
         _kill_group(process.pid)
         process.wait()
         for path in shared:
             path.unlink(missing_ok=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def claim_port(host: str, port: int) -> int:
@@ -235,6 +276,10 @@ def claim_port(host: str, port: int) -> int:
             probe.bind((host, port))
             probe.listen(1)  # with SO_REUSEADDR only listening tells that another socket listens
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+                raise EngineStartError(f"cannot listen on {host}: it is no address of this machine ({error.strerror}). "
+                                       "Use 127.0.0.1, one of `ip -brief address`, or start the engine over there"
+                                       ) from error
             raise EngineStartError(f"cannot listen on {host}:{port}: {error.strerror}. Stop what uses the port "
                                    f"(`ss -ltnp 'sport = :{port}'` names it), choose another one, or 0 for a free one"
                                    ) from error
@@ -251,9 +296,9 @@ def check_checkpoint(model_path: str) -> None:
                                "(config.json, tokenizer files, *.safetensors)")
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, timeout_s: float = 5.0) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

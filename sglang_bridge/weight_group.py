@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from sglang_bridge.errors import PublishError
+
 
 class WeightGroup:
     """Rank 0 of a group of ``world_size``; ``join`` blocks until every peer came, or the deadline passed.
@@ -31,10 +33,13 @@ class WeightGroup:
         self.backend = backend
         self.name = f"publish-{uuid.uuid4().hex[:12]}"
         self._timeout = datetime.timedelta(seconds=deadline_s)
+        # Torch's store would listen on all addresses of the machine; peers come to this one.
+        listener = _listen(address)
+        self.port = listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
-            address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
+            address, self.port, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-        self.port = self._store.port
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -71,6 +76,24 @@ class WeightGroup:
         group, self._group, self._store = self._group, None, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens on one address of this machine, at a free port.
+
+    Raises:
+        PublishError: the address is not one of this machine.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(place)
+    except OSError as error:
+        listener.close()
+        raise PublishError(f"the publisher cannot listen on {address}: {error.strerror}; give an address of this "
+                           "machine that the engines reach") from error
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
 
 def address_towards(urls: list[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_async.claim import claimed
 from megatron_async.errors import UserError
-from megatron_async.supervise import Part, PartFailed, supervised, watch
+from megatron_async.supervise import Part, PartFailed, describe_exit, supervised, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,7 @@ def test_what_a_killed_part_left_behind_is_stopped(tmp_path: Path) -> None:
         child = int(wait_for(tmp_path / "pid"))
         assert part.pid is not None
         os.kill(part.pid, signal.SIGKILL)
-        with pytest.raises(PartFailed, match="parent ended with exit code -9"):
+        with pytest.raises(PartFailed, match="(?s)parent was killed by SIGKILL .*is empty"):
             watch([part], lambda: False, poll_s=0.02)
     assert ends(child, 0.5), "the orphan survived"
 
@@ -68,9 +68,61 @@ def test_a_part_and_its_children_are_stopped_at_the_end_of_the_block(tmp_path: P
     assert ends(child, 0.5)
 
 
+DEAF = (
+    "import pathlib, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "file = pathlib.Path(sys.argv[1])\n"
+    "file.with_suffix('.new').write_text('')\n"
+    "file.with_suffix('.new').rename(file)\n"
+    "time.sleep(600)\n"
+)
+
+STOPPED_TWICE = (
+    "import pathlib, sys, time\n"
+    "from megatron_async import supervise\n"
+    "supervise.STOP_GRACE_S = 300.0\n"
+    "folder = pathlib.Path(sys.argv[1])\n"
+    "part = supervise.Part('deaf', [sys.executable, '-c', sys.argv[2], str(folder / 'deaf')], folder / 'log')\n"
+    "def stop(parts, grace_s=300.0, stop_all=supervise.stop_all):\n"
+    "    print('stopping', flush=True)\n"
+    "    stop_all(parts, grace_s)\n"
+    "supervise.stop_all = stop\n"
+    "try:\n"
+    "    with supervise.stop_on_signals(), supervise.supervised([part]):\n"
+    "        part.start()\n"
+    "        supervise.watch([part], lambda: False)\n"
+    "except supervise.StopRequested as stopped:\n"
+    "    print(stopped, part.poll(), flush=True)\n"
+)
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    """A part that ignores SIGTERM would get its grace of 300 s; the second Ctrl-C ends that."""
+    command = [sys.executable, "-u", "-c", STOPPED_TWICE, str(tmp_path), DEAF]
+    job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    wait_for(tmp_path / "deaf")
+    job.send_signal(signal.SIGINT)
+    assert job.stdout.readline() == "stopping\n"
+    job.send_signal(signal.SIGINT)
+    output, _ = job.communicate(timeout=120)
+    assert output == "SIGINT -9\n"
+
+
+def test_how_a_part_ended_is_named() -> None:
+    assert describe_exit(2) == "ended with exit code 2"
+    assert describe_exit(-signal.SIGKILL).startswith("was killed by SIGKILL (by someone, or by the kernel")
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert describe_exit(-signal.SIGRTMIN - 3).startswith("was killed by signal ")
+
+
 def test_a_run_folder_belongs_to_one_launcher(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
-    with claimed(run), pytest.raises(UserError, match=f"in use: process {os.getpid()} runs there"), claimed(run):
+    with (
+        claimed(run),
+        pytest.raises(UserError, match=f"in use: process {os.getpid()} runs there"),
+        claimed(run),
+    ):
         pass
     with claimed(run):
         assert run.is_dir()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_bridge import Canary, Publisher
 from sglang_bridge.buckets import pack
 from sglang_bridge.checksum import EngineChecksums, engine_place
-from sglang_bridge.publisher import Canary, Publisher
 
 CPU = torch.device("cpu")
 
