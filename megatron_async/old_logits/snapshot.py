@@ -4,7 +4,7 @@ Invariants:
 - Versions are visited newest first, one step of the history each; a sequence is forwarded only under versions it
   holds, and only up to the last token of that version.
 - The weights come back bit for bit, digests compared, also when scoring fails.
-- A version that cannot be restored raises; no other weights stand in for it.
+- A version that cannot be restored raises before anything is forwarded; no other weights stand in for it.
 - A token that was sampled over another version's KV cache is scored, but never called exact.
 - What was scored ahead, while the trainer waited, is what would be scored at batch time: same versions, same cuts.
 Formula source: A, route 1 (formulas §3).
@@ -33,6 +33,8 @@ class _Stage:
     seconds: dict[str, float] = field(default_factory=lambda: {"travel": 0.0, "forward": 0.0, "restore": 0.0})
     steps: int = 0
     forward_tokens: int = 0
+    whole_tokens: int = 0
+    """What would have been forwarded without cutting sequences at a version's last token."""
 
 
 @dataclass(slots=True)
@@ -182,6 +184,7 @@ class SnapshotSource(OldLogitSource):
     def _score_start(self, sequences: list[Sequence], stage: _Stage) -> LogProbs:
         start, stage.seconds["forward"] = timed(lambda: self._policy.logprobs(sequences))
         stage.forward_tokens += sum(map(len, sequences))
+        stage.whole_tokens += sum(map(len, sequences))
         return start
 
     def _visit(
@@ -189,6 +192,8 @@ class SnapshotSource(OldLogitSource):
     ) -> None:
         """Fill `values` shard by shard; the live version needs no journey, and is scored before it begins."""
         live = self.history.live_version
+        for shard in shards:
+            self.history.check(shard.version)
         for shard in (shard for shard in shards if shard.version == live):
             self._score_shard(sequences, shard, values, stage)
         away = [shard for shard in shards if shard.version != live]
@@ -210,6 +215,7 @@ class SnapshotSource(OldLogitSource):
             values[i][positions] = logprobs[positions]
         stage.seconds["forward"] += seconds
         stage.forward_tokens += shard.forward_tokens
+        stage.whole_tokens += sum(len(sequences[i]) for i in shard.members)
 
     # ---- reporting -----------------------------------------------------------------------------------------------
 
@@ -221,6 +227,7 @@ class SnapshotSource(OldLogitSource):
             "old_logits/versions": float(len(shards)),
             "old_logits/shards_per_trajectory": pairs / len(versions),
             "old_logits/forward_tokens": float(stage.forward_tokens),
+            "old_logits/cut_share": 1.0 - stage.forward_tokens / max(1, stage.whole_tokens),
             "old_logits/steps": float(stage.steps),
         }
 

@@ -62,6 +62,10 @@ class FullCopyStore(Traveller):
         """Versions that can be restored."""
         return sorted(self._copies)
 
+    def check(self, version: int) -> None:
+        """Raises UnknownVersionError for a version that cannot be restored."""
+        self._demand(version)
+
     def usage(self) -> dict[str, int]:
         """Bytes by tier."""
         return {"host": self._arena.used}

@@ -69,6 +69,9 @@ class WeightHistory(Protocol):
 
     def versions(self) -> list[int]: ...
 
+    def check(self, version: int) -> None:
+        """Raises UnknownVersionError or DamagedRecordError for a version that cannot be restored; nothing moves."""
+
     def capture(self, version: int, parent: int | None = None) -> CaptureReport: ...
 
     def at(self, version: int) -> AbstractContextManager[TravelReport]: ...

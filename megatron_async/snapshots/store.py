@@ -31,10 +31,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatron_async.snapshots.bits import check_tensors, signature
@@ -49,27 +47,13 @@ from megatron_async.snapshots.history import CaptureReport
 from megatron_async.snapshots.ledger import Ledger, Node
 from megatron_async.snapshots.replicas import ReplicaGroup, owners_of
 from megatron_async.snapshots.settings import SnapshotConfig
-from megatron_async.snapshots.stream import encode_stream
-from megatron_async.snapshots.tiers import Record, RecordBuilder, Tiers, memory_tiers
+from megatron_async.snapshots.stream import Encode, Step, encode_step, encode_stream
+from megatron_async.snapshots.tiers import Record, Tiers, memory_tiers
 from megatron_async.snapshots.travel import Traveller
 from megatron_async.snapshots.walker import Weights, version_digest
 
 BACKGROUND = "snapshot-capture"
 """Name of the thread that captures in the background."""
-
-
-Encode = Callable[[int, torch.Tensor, torch.Tensor], int | torch.Tensor]
-"""Encodes one task from its old words to its new ones; returns the digest of the new ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A complete record that is no version yet, and the digests of the bits it leads to."""
-
-    builder: RecordBuilder
-    record: Record
-    digests: np.ndarray
-    seconds: float
 
 
 class SnapshotStore(Traveller):
@@ -118,7 +102,7 @@ class SnapshotStore(Traveller):
         self._background = ThreadPoolExecutor(1, BACKGROUND)
         self._pending: Future[CaptureReport] | None = None
         self._home = version
-        self._staged: _Step | None = None
+        self._staged: Step | None = None
         self._stagings = 0
         self._captures_since_keyframe = 0
         try:
@@ -154,10 +138,13 @@ class SnapshotStore(Traveller):
     def versions(self) -> list[int]:
         """Versions that can be restored from where the live weights are."""
         with self._turn():
-            reachable = (
-                v for v in self._ledger.nodes if self._ledger.plan(self._live, v, self._copy_of()) is not None
-            )
-            return sorted(reachable)
+            ledger, copy = self._ledger, self._copy_of()
+            return sorted(v for v in ledger.nodes if ledger.plan(self._live, v, copy) is not None)
+
+    def check(self, version: int) -> None:
+        """Raises UnknownVersionError or DamagedRecordError for a version that cannot be restored; nothing moves."""
+        with self._turn():
+            self._ledger.demand_plan(self._live, version, self._copy_of())
 
     def digest(self, version: int) -> str:
         """A text that two stores agree on exactly when every bit of the version agrees."""
@@ -179,9 +166,6 @@ class SnapshotStore(Traveller):
     def _whole(self, record: Record) -> Record:
         """The record with the parts that other replicas own."""
         return record if self._replicas is None else self._replicas.whole(record, self._weights.grid)
-
-    def _builder_for(self, index: int, builder: RecordBuilder) -> RecordBuilder | None:
-        return builder if self._owned[self._weights.grid[index].tensor] else None
 
     def retain(self, version: int) -> None:
         """Keep a version until it was released as often as it was retained.
@@ -301,11 +285,11 @@ class SnapshotStore(Traveller):
                 self._discard(step)
                 raise
 
-    def _discard(self, step: _Step) -> None:
+    def _discard(self, step: Step) -> None:
         """Free a record that is no version; a file that the manifest may name stays."""
         step.builder.discard(keep_file=self._directory is not None and self._directory.behind)
 
-    def _stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> _Step:
+    def _stage(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Step:
         self._refuse_away("stage_update()")
         self._weights.check_memory()
         if self._shadow is not None:
@@ -338,21 +322,10 @@ class SnapshotStore(Traveller):
 
     def _encode(
         self, label: str, path: Path | None, fill: Callable[[Encode], list[int | torch.Tensor]]
-    ) -> _Step:
-        """A record in the first tier with room."""
-        began, weights = time.perf_counter(), self._weights
-        builder = self._tiers.begin(label, path)
-        try:
-            parts = fill(
-                lambda index, old, new: weights.encode(index, old, new, self._builder_for(index, builder))
-            )
-            record = builder.finish(durable=False)
-        except BaseException:
-            builder.discard()
-            raise
-        return _Step(builder, record, weights.per_tensor(parts), time.perf_counter() - began)
+    ) -> Step:
+        return encode_step(self._weights, self._tiers.begin(label, path), self._owned, fill)
 
-    def _commit(self, version: int, step: _Step, shadow: list[torch.Tensor] | None = None) -> CaptureReport:
+    def _commit(self, version: int, step: Step, shadow: list[torch.Tensor] | None = None) -> CaptureReport:
         """Make the step's end a version; on an error it is none, and the step is as it was."""
         began, record, path = time.perf_counter(), step.record, self._path_of(version)
         try:
@@ -427,14 +400,16 @@ class SnapshotStore(Traveller):
             builder = self._tiers.begin(f"keyframe {version}", path)
             if path is not None:
                 builder.disk_only()
-
-            def work(index: int, task: object) -> int | torch.Tensor:
-                new = weights.of(weights.grid[index])
-                return weights.encode(index, torch.zeros_like(new), new, self._builder_for(index, builder))
-
+            nothing = torch.zeros_like
+            step = encode_step(
+                weights,
+                builder,
+                self._owned,
+                lambda e: weights.run(lambda i, task: e(i, nothing(weights.of(task)), weights.of(task))),
+            )
             try:
-                self._ledger.demand(version, weights.per_tensor(weights.run(work)), "the live weights")
-                node.keyframe = builder.finish(durable=False)
+                self._ledger.demand(version, step.digests, "the live weights")
+                node.keyframe = step.record
                 self._ledger.publish(version)
             except BaseException:
                 node.keyframe = None

@@ -1,14 +1,60 @@
-"""New weights that arrive tensor by tensor, encoded without ever being there all at once."""
+"""Steps from old bits to new ones: records that are no versions yet, of weights that may arrive tensor by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_async.snapshots.bits import Task, words_of
 from megatron_async.snapshots.errors import TensorSetError
+from megatron_async.snapshots.tiers import Record, RecordBuilder
 from megatron_async.snapshots.walker import Weights
+
+Encode = Callable[[int, torch.Tensor, torch.Tensor], int | torch.Tensor]
+"""Encodes one task from its old words to its new ones; returns the digest of the new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A complete record that is no version yet, and the digests of the bits it leads to."""
+
+    builder: RecordBuilder
+    record: Record
+    digests: np.ndarray
+    seconds: float
+
+
+def encode_step(
+    weights: Weights,
+    builder: RecordBuilder,
+    owned: Sequence[bool],
+    fill: Callable[[Encode], list[int | torch.Tensor]],
+) -> Step:
+    """Let `fill` encode every task, and complete the record.
+
+    Args:
+        owned: by tensor, whether this rank records it. fill: returns the digests by task.
+
+    Raises:
+        BudgetExceededError: no tier has room; nothing is left of the record.
+    """
+    began = time.perf_counter()
+
+    def encode(index: int, old: torch.Tensor, new: torch.Tensor) -> int | torch.Tensor:
+        mine = owned[weights.grid[index].tensor]
+        return weights.encode(index, old, new, builder if mine else None)
+
+    try:
+        digests = weights.per_tensor(fill(encode))
+        record = builder.finish(durable=False)
+    except BaseException:
+        builder.discard()
+        raise
+    return Step(builder, record, digests, time.perf_counter() - began)
 
 
 def encode_stream(

@@ -164,6 +164,26 @@ def test_a_version_that_is_not_there_raises_and_leaves_the_weights() -> None:
     assert source.history.live_version == 4
 
 
+def test_a_missing_version_is_found_before_anything_is_forwarded() -> None:
+    policy, source = source_at(3)
+    source.history.set_needed([3])
+    policy.weight.fill_(4.0)
+    source.updated(4, oldest_needed=3)
+    with pytest.raises(UnknownVersionError, match="version 1 is not in the store.*holds.*Retain"):
+        score(source, [sequence([-1, 1, 3, 4], 4)])
+    assert policy.forwards == []
+
+
+@pytest.mark.parametrize("spans", [1, 2, 4, 8])
+def test_cutting_at_segment_ends_saves_what_theory_says(spans: int) -> None:
+    """k equal stretches of versions: 1 + 2 + ... + k of k stretches are forwarded, of k * k without cutting."""
+    policy, source = source_at(spans)
+    row = [version for version in range(1, spans + 1) for _ in range(8)]
+    found = score(source, [sequence(row, spans)])
+    assert found.metrics["old_logits/forward_tokens"] == len(row) * (spans + 1) / 2
+    assert found.metrics["old_logits/cut_share"] == pytest.approx((spans - 1) / (2 * spans))
+
+
 def test_versions_below_the_window_go_and_those_inside_stay() -> None:
     policy, source = source_at(5)
     for new in (6, 7, 8):
