@@ -26,7 +26,7 @@ COPY megatron_async/__init__.py megatron_async/__init__.py
 # The extras of setup.py carry the versions.
 # hadolint ignore=DL3013
 RUN python3.12 -m venv /opt/venv \
-    && python -m pip install --no-cache-dir ".[gpu]" -r requirements/build.txt \
+    && python -m pip install --no-cache-dir ".[gpu,tau2]" -r requirements/build.txt \
     && MAX_JOBS=8 python -m pip install --no-cache-dir --no-build-isolation ".[transformer-engine]" \
     && python -m pip uninstall --yes megatron-async
 

@@ -1,15 +1,19 @@
 #!/usr/bin/env bash
-# Qwen3-4B on tau2-bench with exact old log-probs from the snapshot history (arXiv 2605.12070). One machine of eight
-# 80 GiB accelerators: four trainer ranks, four engines. Written and planned on the CPU profile; no figure of a run on
-# GPUs is claimed.
+# Qwen3-4B on tau2-bench, retail, airline or telecom: with exact old log-probs from the snapshot history (arXiv
+# 2605.12070; one machine of eight 80 GiB accelerators, four trainer ranks and four engines), or METHOD=sao (arXiv
+# 2607.07508; a critic beside the policy). Written and planned on the CPU profile; no figure of a run on GPUs is claimed.
 #
 #   bash recipes/qwen3_4b_tau2.sh --dry-run                            # the plan, anywhere
 #   MODEL=/data/Qwen3-4B USER_URL=http://host:30000/v1 bash recipes/qwen3_4b_tau2.sh
+#   DOMAIN=telecom METHOD=sao ... bash recipes/qwen3_4b_tau2.sh                 # see tau2_cluster.sh
 #   TRAINER_NODES=1 ENGINE_NODES=1 ... bash recipes/qwen3_4b_tau2.sh --node N   # eight ranks, eight engines
 set -euo pipefail
 # shellcheck source=recipes/cluster.sh
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
+# shellcheck source=recipes/tau2_cluster.sh
+source "$root/recipes/tau2_cluster.sh"
 parse_arguments "$@"
+tau2_flags
 TRAINER_NODES="${TRAINER_NODES:-1}" ENGINE_NODES="${ENGINE_NODES:-0}"
 require USER_URL "an OpenAI-compatible endpoint for the model that plays the user, http://host:port/v1"
 cluster_flags
@@ -17,7 +21,7 @@ cluster_flags
 if (( ENGINE_NODES )); then world=$((TRAINER_NODES * 8)) engine_count=$((ENGINE_NODES * 8)); else world=4 engine_count=4; fi
 
 run=(
-  --set name=qwen3_4b_tau2
+  --set "name=qwen3_4b_tau2_${domain}_$method"
   --set "run_dir=${RUN_DIR:-runs}"
 )
 model=(--set "model.path=${MODEL:-model}")
@@ -37,11 +41,5 @@ engines=(
   --set engines.start_deadline_s=600
 )
 rollout=(--set "rollout.concurrency=${CONCURRENCY:-128}")
-environment=(
-  --set "environment.options.domain=${DOMAIN:-retail}"
-  --set "environment.options.user.endpoint.url=${USER_URL:-http://host:port/v1}"
-  --set "environment.options.user.endpoint.model=${USER_MODEL:-default}"
-)
-
-launch_on_cluster recipes/configs/qwen3_tau2.yaml recipes/models/qwen3_4b "${run[@]}" "${model[@]}" \
+launch_on_cluster "$tau2_config" recipes/models/qwen3_4b "${run[@]}" "${model[@]}" \
   "${layout[@]}" "${trainer[@]}" "${engines[@]}" "${rollout[@]}" "${environment[@]}" "${cluster[@]}"

@@ -18,6 +18,7 @@ import pytest
 from megatron_async.config import check, load
 from megatron_async.config.hf import read_shape
 from megatron_async.config.plan import budgets
+from megatron_async.rollout.environments.tau2.options import parse as parse_tau2
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("qwen3_30b_a3b_tau2", "qwen3_4b_tau2", "qwen3_30b_a3b_base_math_sat", "qwen3_30b_a3b_sao")
@@ -179,6 +180,33 @@ def test_other_numbers_of_machines_fit_too(site):
     assert (lag.publish.every, lag.rollout.max_staleness) == (8, 8)
 
 
+@pytest.mark.parametrize("recipe", ["qwen3_30b_a3b_tau2", "qwen3_4b_tau2"])
+@pytest.mark.parametrize("method", ["exact", "sao"])
+def test_tau2_recipes_know_every_domain_and_both_methods(recipe, method, site):
+    for domain, tasks in (("airline", 20), ("retail", 40), ("telecom", 40)):
+        config = config_of(recipe, site, SHAPES[recipe], METHOD=method, DOMAIN=domain)
+        assert config.environment.options["domain"] == domain
+        assert (config.evaluation.tasks, config.evaluation.samples_per_task) == (tasks, 4)
+        assert config.name == f"{recipe}_{domain}_{method}"
+        assert parse_tau2(config.environment.options).user.endpoint.url == "http://user:30000/v1"
+    check(config, needs_weights=False)
+    needs = [b.total / b.capacity for b in budgets(read_shape(config.model.path), config) if b.capacity]
+    assert all(0.2 < share <= 1 for share in needs)
+    expected = ("dis", 0.3, 5.0, 1) if method == "sao" else ("decoupled", 0.003, 0.004, 8)
+    objective = config.objective
+    assert (objective.name, objective.clip_low, objective.clip_high, config.batch.group_size) == expected
+    assert config.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize("wrong", [{"DOMAIN": "banking"}, {"METHOD": "ppo"}])
+def test_unknown_domain_or_method_is_named(wrong, site):
+    done = run("qwen3_4b_tau2", {**site, **wrong})
+    ((name, value),) = wrong.items()
+    assert done.returncode == 2
+    assert f"qwen3_4b_tau2: {name}={value}; known: " in done.stderr
+    assert recorded(site) == []
+
+
 def test_hyper_parameters_of_the_papers(site):
     exact = config_of("qwen3_30b_a3b_tau2", site, "qwen3_30b_a3b")
     objective = exact.objective
@@ -206,7 +234,7 @@ def test_hyper_parameters_of_the_papers(site):
 
 
 def test_what_a_paper_leaves_open_is_marked():
-    for name in ("qwen3_tau2", "qwen3_30b_a3b_base_math_sat", "qwen3_30b_a3b_sao"):
+    for name in ("qwen3_tau2", "qwen3_tau2_sao", "qwen3_30b_a3b_base_math_sat", "qwen3_30b_a3b_sao"):
         text = (ROOT / "recipes/configs" / f"{name}.yaml").read_text()
         assert text.count("# open") >= 8, name
 
