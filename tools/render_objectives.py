@@ -56,7 +56,8 @@ become advantages: [advantages.md](advantages.md); with single rollouts and a cr
 
 - `aggregation`: `token_mean` (weighs tokens alike), `sequence_mean_token_mean` (weighs trajectories alike),
   `sequence_sum` (the unnormalised policy gradient per trajectory). All divide by counts of the global batch, so
-  cutting it into micro-batches or over ranks changes nothing.
+  cutting it into micro-batches or over ranks changes nothing. Sums over a sequence of which context-parallel ranks hold
+  shares (`gspo`, `sat` and `mis` at sequence level, `sequence_mean_token_mean`) are taken over all of them.
 - `kl_coefficient` and `kl_estimator`: a penalty on every action token towards the reference policy. k1 = log π - log
   ref has an expected gradient of zero on fresh samples and only measures; k2 and k3 pull.
 - `entropy_coefficient`: a bonus on the mean entropy of the action tokens.
@@ -67,6 +68,7 @@ become advantages: [advantages.md](advantages.md); with single rollouts and a cr
 1. List its name, legal anchors and weights, thresholds and options in `megatron_async/config/methods.py`.
 2. Write `megatron_async/objectives/presets/<name>.py`: a class with `@preset("<name>")` whose `terms` returns value and
    slope of the surrogate, weight and mask. `surrogates.py` and `corrections.py` hold the usual pieces.
+   One with a min-clip extends `MinClip` (`min_clip.py`) and often only sets its `equation`.
 3. Add a reference from the formula to `tests/numerics/objective_reference.py` and a case to
    `tests/numerics/test_objective_reference.py`; the property tests find the method by themselves.
 4. Write its page here and run `python -m tools.render_objectives`.

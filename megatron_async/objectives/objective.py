@@ -25,6 +25,7 @@ from megatron_async.objectives.kernel import (
     kl_penalty,
     weighted_loss,
 )
+from megatron_async.objectives.min_clip import MinClip
 from megatron_async.objectives.preset import PRESETS, Preset
 
 STATISTICS = "statistics"
@@ -33,7 +34,14 @@ DERIVED_ANCHORS = frozenset({"rollout", "linear", "loglinear", "start"})
 
 
 class EmptyBatch(ValueError):
-    """No token of the global batch may enter the loss; the caller skips the optimiser step and reports the message."""
+    """No token of the global batch may enter the loss; the caller skips the optimiser step and reports the message.
+
+    stats: as of `LossOutput`, of the tokens that `Objective.prepare` was given.
+    """
+
+    def __init__(self, message: str, stats: dict[str, Tensor]) -> None:
+        super().__init__(message)
+        self.stats = stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,9 @@ class Objective:
         held = tokens.segments.total(accepted) > 0
         counts = gather(torch.stack([accepted.sum(), held.sum()])).view(-1, 2).sum(dim=0).tolist()
         if counts[0] == 0:
-            raise EmptyBatch(self._empty_message(int(gather(tokens.action.sum().reshape(1)).sum())))
+            terms = self.preset.terms(tokens, statistic)
+            stats = {STATISTICS: statistics.measure(tokens, terms, self._exact(batch))}
+            raise EmptyBatch(self._empty_message(int(gather(tokens.action.sum().reshape(1)).sum())), stats)
         return BatchState(statistic, Normaliser(tokens=int(counts[0]), sequences=int(counts[1])))
 
     def _empty_message(self, action_tokens: int) -> str:
@@ -215,7 +225,7 @@ def build_objective(config: ObjectiveConfig) -> Objective:
     """
     resolved = resolve_objective(config)
     preset = PRESETS[resolved.name](resolved)
-    if resolved.dual_clip is not None and not preset.surrogate.startswith("min-clip"):
+    if resolved.dual_clip is not None and not isinstance(preset, MinClip):
         raise ConfigError([f"objective.dual_clip: {resolved.name} has no min-clip; leave dual_clip null"])
     if resolved.dual_clip is not None and resolved.dual_clip <= 1.0:
         raise ConfigError([f"objective.dual_clip: {resolved.dual_clip} is not above 1 (3 is usual)"])

@@ -20,6 +20,14 @@ from megatron_async.objectives import (
 from megatron_async.objectives.statistics import PREFIX
 
 PLACEHOLDERS = (float("nan"), float("-inf"), -9999.0)
+# Objectives of which a token's term depends on the rest of its sequence: (name, configuration).
+SEQUENCE_WIDE: list[tuple[str, dict[str, Any]]] = [
+    ("gspo", {"clip_low": 0.02, "clip_high": 0.02}),
+    ("sat", {"options": {"level": "sequence", "quantile": 0.5}}),
+    ("mis", {"options": {"level": "sequence", "veto": 0.3}}),
+    ("mis", {"options": {"level": "geometric"}, "mask_low": 0.9, "mask_high": 1.1}),
+    ("ppo", {"aggregation": "sequence_mean_token_mean"}),
+]
 
 
 @dataclass(frozen=True)

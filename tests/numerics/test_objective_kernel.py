@@ -17,6 +17,7 @@ from megatron_async.config.errors import ConfigError
 from megatron_async.config.methods import METHODS
 from megatron_async.objectives import ContextParallel, EmptyBatch, Normaliser, TokenBatch
 from tests.numerics.objective_batches import (
+    SEQUENCE_WIDE,
     Problem,
     metrics_of,
     objective,
@@ -99,15 +100,6 @@ class SharedSum:
         total = sum(self.shares.values(), start=torch.zeros_like(values))
         self.barrier.wait()
         return total
-
-
-SEQUENCE_WIDE: list[tuple[str, dict[str, Any]]] = [
-    ("gspo", {"clip_low": 0.02, "clip_high": 0.02}),
-    ("sat", {"options": {"level": "sequence", "quantile": 0.5}}),
-    ("mis", {"options": {"level": "sequence", "veto": 0.3}}),
-    ("mis", {"options": {"level": "geometric"}, "mask_low": 0.9, "mask_high": 1.1}),
-    ("ppo", {"aggregation": "sequence_mean_token_mean"}),
-]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_async.objectives import surrogates
 from megatron_async.objectives.kernel import Terms, Tokens
-from megatron_async.objectives.preset import Preset, preset
+from megatron_async.objectives.min_clip import MinClip
+from megatron_async.objectives.preset import preset
 
 
 @preset("gspo")
-class Gspo(Preset):
+class Gspo(MinClip):
     equation = "min(s Â, clip(s, 1-ε_low, 1+ε_high) Â), s = exp(mean_t log r_s)"
     surrogate = "min-clip on the sequence"
 
@@ -20,13 +20,5 @@ class Gspo(Preset):
 
     def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
         log_ratio = tokens.sequence_mean(tokens.log_staleness)
-        surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)
-        return Terms(
-            surrogate.value,
-            surrogate.slope,
-            weight=self.weight(tokens),
-            mask=self.mask(tokens),
-            clipped=surrogate.clipped,
-            log_ratio=log_ratio,
-            sequence_level=True,
-        )
+        weight, mask = self.weight(tokens), self.mask(tokens)
+        return self.clip(tokens, log_ratio, weight=weight, mask=mask, sequence_level=True)

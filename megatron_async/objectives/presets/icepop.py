@@ -5,26 +5,10 @@ The ratio enters once as the detached weight; multiplying by it again would give
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from megatron_async.objectives import surrogates
-from megatron_async.objectives.kernel import Terms, Tokens
-from megatron_async.objectives.preset import Preset, preset
+from megatron_async.objectives.min_clip import MinClip
+from megatron_async.objectives.preset import preset
 
 
 @preset("icepop")
-class IcePop(Preset):
+class IcePop(MinClip):
     equation = "r_d · 1{α ≤ r_d ≤ β} · min(r_s Â, clip(r_s) Â)"
-    surrogate = "min-clip"
-
-    def terms(self, tokens: Tokens, statistic: dict[str, Tensor]) -> Terms:
-        log_ratio = tokens.log_staleness
-        surrogate = surrogates.min_clip(log_ratio, tokens.advantages, *self.clip_ends, self.dual)
-        return Terms(
-            surrogate.value,
-            surrogate.slope,
-            weight=self.weight(tokens),
-            mask=self.mask(tokens),
-            clipped=surrogate.clipped,
-            log_ratio=log_ratio,
-        )

@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.objectives import surrogates
 from megatron_async.objectives.batch import Gather
 from megatron_async.objectives.kernel import Terms, Tokens
-from megatron_async.objectives.preset import Preset, preset
+from megatron_async.objectives.min_clip import MinClip
+from megatron_async.objectives.preset import preset
 from megatron_async.objectives.quantile import truncation_for_second_moment
 
 
 @preset("m2po")
-class M2po(Preset):
+class M2po(MinClip):
     equation = "min(r_s Â, clip(r_s, e^{-τ}, e^{τ}) Â)"
     surrogate = "min-clip with ends e^{±τ}"
 
@@ -39,11 +39,4 @@ class M2po(Preset):
         log_ratio, tau = tokens.log_staleness, statistic["tau"].to(tokens.logprobs.dtype)
         low, high = self.clip_ends
         low_end, high_end = torch.exp(-tau).clamp(max=low), torch.exp(tau).clamp(min=high)
-        surrogate = surrogates.min_clip(log_ratio, tokens.advantages, low_end, high_end, self.dual)
-        return Terms(
-            surrogate.value,
-            surrogate.slope,
-            mask=self.mask(tokens),
-            clipped=surrogate.clipped,
-            log_ratio=log_ratio,
-        )
+        return self.clip(tokens, log_ratio, (low_end, high_end), mask=self.mask(tokens))

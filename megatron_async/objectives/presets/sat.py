@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.objectives import surrogates
 from megatron_async.objectives.batch import Gather
 from megatron_async.objectives.kernel import Terms, Tokens
-from megatron_async.objectives.preset import Preset, preset
+from megatron_async.objectives.min_clip import MinClip
+from megatron_async.objectives.preset import preset
 from megatron_async.objectives.quantile import inverse_cdf_quantile
 
 
 @preset("sat")
-class Sat(Preset):
+class Sat(MinClip):
     equation = "min(r Â, clip(r, 1-ε_low c₋, 1+ε_high c₊) Â)"
     surrogate = "min-clip with contracted ends"
 
@@ -55,18 +55,12 @@ class Sat(Preset):
         # the lower end, nor one below 1 the upper.
         low = 1.0 - self.epsilons[0] * contraction
         high = 1.0 + self.epsilons[1] * contraction
-        surrogate = surrogates.min_clip(log_ratio, tokens.advantages, low, high, self.dual)
         diagnostics = {
             "q": q,
             "gated": gated,
             "contraction": contraction,
             "epsilons": torch.tensor(self.epsilons, dtype=torch.float64, device=q.device),
         }
-        return Terms(
-            surrogate.value,
-            surrogate.slope,
-            clipped=surrogate.clipped,
-            log_ratio=log_ratio,
-            sequence_level=self._on_sequences,
-            diagnostics=diagnostics,
+        return self.clip(
+            tokens, log_ratio, (low, high), sequence_level=self._on_sequences, diagnostics=diagnostics
         )
