@@ -98,6 +98,7 @@ class Loop:
     def update(self, sequences: list[Sequence], anchors: AnchorLogprobs) -> list[TrainStepResult]:
         """`updates_per_batch` optimiser steps on disjoint parts of the batch; none for a batch without any signal."""
         parts = self.config.trainer.updates_per_batch
+        sequences = self.session.policy.with_own_routing(sequences)
         return train_in_parts(self.session.policy, self.objective, sequences, anchors, parts)
 
     def advance(self, step: int, results: list[TrainStepResult]) -> Published | None:

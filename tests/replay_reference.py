@@ -32,11 +32,24 @@ def force_routing(model: torch.nn.Module, sequence: Sequence) -> None:
         gate.forward = types.MethodType(forward, gate)
 
 
+@torch.no_grad()
+def native_routing(model: torch.nn.Module, sequence: Sequence) -> torch.Tensor:
+    """What the routers choose by themselves for all tokens but the last: int64 [L - 1, MoE layers, top-k], sorted."""
+    chosen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda gate, _, out: chosen.append(out[2][:-1])) for gate in gates]
+    reference_forward(model, sequence)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).sort(-1).values
+
+
 def write_replay_reference(directory: Path) -> None:
-    """The model, and log-probs, loss and gradients of the recorded sequences under their routing."""
+    """The model; its own routing of the recorded sequences; log-probs, loss and gradients of them under theirs."""
     model = make_model("moe")
     model.save_pretrained(directory / "model")
     sequences = recorded_sequences()
+    native = torch.cat([native_routing(model, sequence) for sequence in sequences])
     tokens = []
     for sequence in sequences:
         force_routing(model, sequence)
@@ -48,6 +61,11 @@ def write_replay_reference(directory: Path) -> None:
     loss.backward()
     gradients = {f"grad.{name}": p.grad for name, p in model.named_parameters()}
     save_file(
-        {"tokens": torch.stack([logprobs, entropies]).detach(), "loss": loss.detach(), **gradients},
+        {
+            "tokens": torch.stack([logprobs, entropies]).detach(),
+            "loss": loss.detach(),
+            "native": native,
+            **gradients,
+        },
         directory / "reference.safetensors",
     )

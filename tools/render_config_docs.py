@@ -66,6 +66,18 @@ def _table(cls: type, prefix: str) -> list[str]:
     return [*lines, ""]
 
 
+def _sections(cls: type, prefix: str) -> list[str]:
+    """The sections of a class, each followed by those within it."""
+    lines = []
+    for name, section in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(section):
+            assert isinstance(section, type)
+            where = f"{prefix}{name}"
+            lines += [f"## `{where}`", "", inspect.getdoc(section) or "", "", *_table(section, f"{where}.")]
+            lines += _sections(section, f"{where}.")
+    return lines
+
+
 def _yes(fact: bool) -> str:
     return "yes" if fact else "no"
 
@@ -106,11 +118,7 @@ def _methods() -> list[str]:
 
 def render() -> str:
     """The page as Markdown."""
-    lines = [_HEAD, "## Run", "", *_table(schema.RunConfig, "")]
-    for name, section in get_type_hints(schema.RunConfig).items():
-        if dataclasses.is_dataclass(section):
-            assert isinstance(section, type)
-            lines += [f"## `{name}`", "", inspect.getdoc(section) or "", "", *_table(section, f"{name}.")]
+    lines = [_HEAD, "## Run", "", *_table(schema.RunConfig, ""), *_sections(schema.RunConfig, "")]
     return "\n".join([*lines, *_methods()])
 
 

@@ -14,7 +14,7 @@ from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
 from megatron_async.config.objective_checks import advantage_problems, objective_problems, objective_warnings
 from megatron_async.config.placement import placement_problems
 from megatron_async.config.plan import memory_problems
-from megatron_async.config.routing import routing_problems
+from megatron_async.config.routing import routing_problems, routing_warnings
 from megatron_async.config.schema import LayoutConfig, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
@@ -336,7 +336,7 @@ def _warn_places(config: RunConfig, shape: ModelShape | None) -> list[str]:
         )
     if config.engines.routed_experts and shape is not None and not shape.is_moe:
         warnings.append("engines.routed_experts: true, but the model has no experts")
-    return warnings
+    return warnings + routing_warnings(config)
 
 
 def _check_cluster(config: RunConfig) -> list[str]:

@@ -13,3 +13,13 @@ def routing_problems(config: RunConfig) -> list[str]:
             "engines.routed_experts is false; set it to true"
         ]
     return []
+
+
+def routing_warnings(config: RunConfig) -> list[str]:
+    """A replay that changes nothing."""
+    if config.trainer.routing_replay == "trainer" and config.trainer.updates_per_batch == 1:
+        return [
+            "trainer.routing_replay: trainer with one update per batch replays the experts that the update would "
+            "choose anyway, and costs a forward pass; set it to off, or trainer.updates_per_batch > 1"
+        ]
+    return []

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megatron_async.config.credit import AdvantageConfig as AdvantageConfig
 from megatron_async.config.credit import CriticConfig as CriticConfig
+from megatron_async.config.megatron import MegatronConfig as MegatronConfig
 
 MIB = 2**20
 
@@ -108,13 +109,17 @@ class TrainerConfig:
     max_restarts: int = 3
     """How often in a row trainer or rollout are started again after they ended by themselves, without a further step
     being trained. The trainer goes on from its newest checkpoint. 0 ends the run at once; `launch --resume` goes on."""
-    routing_replay: Literal["off", "rollout"] = "off"
+    routing_replay: Literal["off", "rollout", "trainer"] = "off"
     """rollout: the trainer's routers choose the experts that the engines' chose for the same token (R3), in scoring and
     training; needs `engines.routed_experts`. It removes the part of the engines' difference in log-probs that comes
-    from other experts, which is most of it in bfloat16. off: every pass routes by itself."""
+    from other experts, which is most of it in bfloat16. trainer: the updates choose the experts that the trainer itself
+    chose under the weights at the start of the step (R2), found by one more forward pass; it keeps the ratio's change
+    free of other experts over several `updates_per_batch`. off: every pass routes by itself."""
     updates_per_batch: int = 1
     """Optimiser steps made on each batch. With 1, weights at the start and weights being optimised are the same, so a
     clip on their ratio cannot act; more use the data again and rely on the clip."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """Further options of megatron-core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,8 +349,19 @@ def _master_order(model: TokenModel) -> tuple[list[Tensor], list[slice]]:
 
 
 def initialise_states(model: TokenModel) -> None:
-    """Make the moments of an optimiser that has not stepped yet exist, all zero; weights and counts stay."""
+    """Make the moments of an optimiser that has not stepped yet exist, all zero; weights and counts stay.
+
+    Raises:
+        CheckpointError: an optimiser whose states do not lie whole in fp32 beside the masters.
+    """
     assert model.optimizer is not None
+    settings = model.optimizer.megatron_config
+    if settings.optimizer_cpu_offload or settings.use_precision_aware_optimizer:
+        raise CheckpointError(
+            "optimiser states that are offloaded to the host or kept in fewer bits cannot be put back from a "
+            "checkpoint; set checkpoint.every to 0, or remove trainer.megatron.optimizer.optimizer_cpu_offload and "
+            "use_precision_aware_optimizer"
+        )
     for inner in _inner(model):
         if len(inner.optimizer.state) > 0:
             continue

@@ -17,12 +17,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, TrainerConfig
-from megatron_async.engine import platform
+from megatron_async.engine import options, platform
 from megatron_async.engine.attention import PackedAttention, SequenceParallelRMSNorm
 from megatron_async.engine.hf_config import HFConfig
 from megatron_async.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_FULL_RECOMPUTATION = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 class LayoutError(UserError):
@@ -68,44 +74,46 @@ def check_model_fits(hf: HFConfig, layout: LayoutConfig) -> None:
 def transformer_config(
     hf: HFConfig, model: ModelConfig, layout: LayoutConfig, trainer: TrainerConfig
 ) -> TransformerConfig:
-    """Megatron's configuration for this architecture, precision and layout."""
+    """Megatron's configuration for this architecture, precision and layout.
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+        OptionError: `trainer.megatron.transformer` asks for what cannot be.
+    """
     check_model_fits(hf, layout)
     dtype = DTYPES[model.dtype]
-    recompute = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if trainer.recompute
-        else {}
-    )
-    return TransformerConfig(
-        num_layers=hf.num_layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
-        ffn_hidden_size=hf.intermediate_size,
-        qk_layernorm=True,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        perform_initialization=False,
-        calculate_per_token_loss=True,
+    own: dict[str, Any] = {
+        "num_layers": hf.num_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": hf.head_dim,
+        "ffn_hidden_size": hf.intermediate_size,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": False,
+        "calculate_per_token_loss": True,
         # Micro-batches differ in length, so the pipeline's peers exchange shapes.
-        variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
+        "variable_seq_lengths": layout.pipeline_model_parallel_size > 1,
         # The other dispatcher refuses micro-batches of different length, even for a dense model.
-        moe_token_dispatcher_type="alltoall",
+        "moe_token_dispatcher_type": "alltoall",
         **_parallel_options(layout),
         **_moe_options(hf),
-        **recompute,
+        **(_FULL_RECOMPUTATION if trainer.recompute else {}),
         **platform.model_options(hf.is_moe),
-    )
+    }
+    config: TransformerConfig = options.build("transformer", own, trainer.megatron.transformer)
+    return config
 
 
 def _parallel_options(layout: LayoutConfig) -> dict[str, Any]:
@@ -158,20 +166,26 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return block
 
 
-def build_chunks(hf: HFConfig, config: TransformerConfig, *, tied: bool | None = None) -> list[GPTModel]:
+def build_chunks(
+    hf: HFConfig, config: TransformerConfig, *, tied: bool | None = None, device: torch.device | None = None
+) -> list[GPTModel]:
     """This rank's model: one GPTModel, or one per virtual pipeline stage. Weights are uninitialised: load them.
 
     Args:
         tied: whether embedding and output layer share their weights; None: as the checkpoint says.
+        device: where the parameters are made; None: where the platform has them. "meta" takes no memory.
     """
     stages: list[int | None] = list(range(config.virtual_pipeline_model_parallel_size or 0)) or [None]
     shared = hf.tie_word_embeddings if tied is None else tied
-    return [_build_chunk(hf, config, stage, shared) for stage in stages]
+    if device is None:
+        return [_build_chunk(hf, config, stage, shared).to(platform.setup().device) for stage in stages]
+    with device:
+        return [_build_chunk(hf, config, stage, shared).to(device) for stage in stages]
 
 
 def _build_chunk(hf: HFConfig, config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:
     where = {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, vp_stage),
         vocab_size=hf.vocab_size,
@@ -184,4 +198,3 @@ def _build_chunk(hf: HFConfig, config: TransformerConfig, vp_stage: int | None, 
         rotary_base=hf.rope_theta,
         vp_stage=vp_stage,
     )
-    return model.to(platform.setup().device)

@@ -25,13 +25,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_async.config.megatron import MegatronConfig
 from megatron_async.config.schema import OptimizerConfig
+from megatron_async.engine import options
 from megatron_async.engine.new_weights import new_weights
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 ENDLESS = 2**31
 """Decay steps of a schedule that never decays."""
+NOTHING_FURTHER = MegatronConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +51,25 @@ class StepOutcome:
 
 
 def wrap_ddp(
-    config: TransformerConfig, chunks: list[GPTModel], *, distributed_optimizer: bool
+    config: TransformerConfig,
+    chunks: list[GPTModel],
+    *,
+    distributed_optimizer: bool,
+    further: MegatronConfig = NOTHING_FURTHER,
 ) -> list[DistributedDataParallel]:
-    """Give every chunk Megatron's gradient buffers; broadcast parameters from data-parallel rank 0."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed_optimizer,
+    """Give every chunk Megatron's gradient buffers; broadcast parameters from data-parallel rank 0.
+
+    Raises:
+        OptionError: `trainer.megatron.ddp` asks for what cannot be.
+    """
+    own = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": distributed_optimizer,
         # Non-finite gradients are found by the norm and skip the step; DDP's own check would end the run.
-        check_for_nan_in_grad=False,
-        average_in_collective=False,
-    )
+        "check_for_nan_in_grad": False,
+        "average_in_collective": False,
+    }
+    ddp_config: DistributedDataParallelConfig = options.build("ddp", own, further.ddp)
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -65,6 +77,10 @@ def wrap_ddp(
     for chunk in wrapped:
         chunk.broadcast_params()
     config.finalize_model_grads_func = finalize_undivided
+    if ddp_config.overlap_grad_reduce:
+        # Only the last micro-batch of a step starts reducing; before it the gradients are still accumulated.
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]  # type: ignore[assignment]
     return wrapped
 
 
@@ -85,24 +101,26 @@ class Optimizer:
         *,
         dtype: torch.dtype,
         distributed: bool,
+        further: MegatronConfig = NOTHING_FURTHER,
     ) -> None:
         self.config = config
         self._chunks = chunks
         self._distributed = distributed
-        megatron_config = MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
-            clip_grad=config.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed,
-        )
-        self.megatron = get_megatron_optimizer(megatron_config, chunks, use_gloo_process_groups=False)
+        own = {
+            "optimizer": "adam",
+            "lr": config.lr,
+            "min_lr": config.min_lr,
+            "weight_decay": config.weight_decay,
+            "adam_beta1": config.adam_beta1,
+            "adam_beta2": config.adam_beta2,
+            "adam_eps": config.adam_eps,
+            "clip_grad": config.clip_grad,
+            "bf16": dtype == torch.bfloat16,
+            "params_dtype": dtype,
+            "use_distributed_optimizer": distributed,
+        }
+        self.megatron_config: MegatronOptimizerConfig = options.build("optimizer", own, further.optimizer)
+        self.megatron = get_megatron_optimizer(self.megatron_config, chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(config, self.megatron)
         self._observer: Callable[[NamedTensors], None] | None = None
         self._named: Callable[[], NamedTensors] | None = None

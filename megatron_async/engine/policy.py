@@ -4,6 +4,7 @@ Invariants: see ``engine/token_model.py``; log-probs are token-aligned and those
 (temperature applied).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, overload
 
@@ -11,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_async.engine.forward import token_logprobs
-from megatron_async.engine.routing_replay import RoutingReplay
+from megatron_async.engine.routing_replay import RoutingReplay, record_dtype
 from megatron_async.engine.sequences import MicroBatch, Sequence
 from megatron_async.engine.token_model import TokenError, TokenModel, TokenValues, TrainStepResult
 
@@ -45,6 +46,27 @@ class Policy(TokenModel):
         """
         logprobs, entropies = self._score(sequences, partial(_token_logprobs, entropy=entropy), self._kinds)
         return (logprobs, entropies) if entropy else logprobs
+
+    def with_own_routing(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The same sequences, on record the experts that the routers choose for them under the present weights (R2).
+
+        What else was on record is replaced. One forward pass; nothing is done unless `trainer.routing_replay` is
+        "trainer" and the model has experts.
+
+        Raises:
+            PackingError: a sequence longer than a micro-batch.
+        """
+        if self.trainer.routing_replay != "trainer" or self.routing is None or not sequences:
+            return sequences
+        hf = self.hf_config
+        chosen = self._record_routing([replace(s, routed_experts=None) for s in sequences])
+        dtype = record_dtype(hf.num_experts)
+        return [
+            replace(s, routed_experts=rows[:-1].astype(dtype)) for s, rows in zip(sequences, chosen, strict=True)
+        ]
+
+    def _replays_in(self, *, training: bool) -> bool:
+        return self.routing is not None and (training or self.trainer.routing_replay == "rollout")
 
     def _routing_replay(self) -> RoutingReplay | None:
         if self.trainer.routing_replay == "off" or not self.hf_config.is_moe:

@@ -1,12 +1,14 @@
-"""R3, rollout routing replay: the experts that the engine's router chose are chosen again in the trainer's.
+"""Routing replay: experts on record are chosen again by the trainer's routers.
 
-The router's own logits still give the weights, over the recorded experts, so gradients flow to it; only the choice is
-taken over (arXiv 2510.11370).
+R3 replays what the engine's routers chose, R2 what the trainer's own chose under the weights at the start of a step,
+which ``recording`` finds. The router's own logits still give the weights, over the recorded experts, so gradients flow
+to it; only the choice is taken over (arXiv 2510.11370).
 
 Invariants:
 - A layer looks its record up by the packed-sequence parameters that its call was given, which recomputation in the
   backward pass repeats: no order of micro-batches, stages or recomputations can replay another micro-batch's routing.
-- Replay state exists inside ``replaying`` only; outside, the routers are as Megatron made them, and that is asserted.
+- Replay state exists inside ``replaying`` and ``recording`` only; outside, the routers are as Megatron made them, and
+  that is asserted.
 - A token without a record is routed natively: in a sequence without a usable record, at a sequence's end, in padding.
   Sequences are counted, and a record that repeats an expert, which would lose weight, is not usable.
 - A record's columns are the model's MoE layers in order; dense layers have none.
@@ -102,6 +104,31 @@ class _LayerReplay:
         self._tally.left += int((used[known] != recorded[known]).sum())
 
 
+class _LayerRecorder(_LayerReplay):
+    """Lets the router choose by itself, and keeps what it chose of each micro-batch."""
+
+    def __init__(self, column: int, split: bool, chosen: dict[tuple[int, int], Tensor]) -> None:
+        super().__init__(column, split, {}, Tally())
+        self._chosen = chosen
+        self._micro_batch = 0
+
+    def enter(self, _layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._micro_batch = id(kwargs["packed_seq_params"])
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert default_compute_topk is not None, "megatron-core passes its own top-k"
+        chosen, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self._chosen[self._micro_batch, self._column] = experts
+        return chosen, experts
+
+
 class RoutingReplay:
     """Replays recorded experts in the routers of a model's chunks on this rank."""
 
@@ -135,13 +162,50 @@ class RoutingReplay:
     def replaying(self, micro_batches: list[MicroBatch]) -> Iterator[None]:
         """Within the block the routers choose the experts that the micro-batches' records name."""
         records = {id(m.attention): m.routing for m in micro_batches if m.routing is not None}
+        with self._installed(lambda column: _LayerReplay(column, self._split, records, self._tally)):
+            yield
+
+    @contextmanager
+    def recording(self, micro_batches: list[MicroBatch], record: Tensor) -> Iterator[None]:
+        """Within the block the routers choose by themselves; on leaving, what they chose is in ``record``.
+
+        Args:
+            record: zeros, integers [tokens of the batch, MoE layers, top-k]; each rank fills in what it computed, so
+                that the sum over all ranks is whole but for every sequence's last token.
+        """
+        chosen: dict[tuple[int, int], Tensor] = {}
+        with self._installed(lambda column: _LayerRecorder(column, self._split, chosen)):
+            yield
+        if not self._split and parallel_state.get_tensor_model_parallel_rank() > 0:
+            return  # every tensor-parallel rank routed all tokens alike
+        for micro_batch in micro_batches:
+            for (key, column), experts in chosen.items():
+                if key == id(micro_batch.attention):
+                    rows, tokens = self._placed(micro_batch, len(experts))
+                    record[tokens, column] = experts[rows].to(record.dtype)
+
+    def _placed(self, micro_batch: MicroBatch, rows: int) -> tuple[Tensor, Tensor]:
+        """Rows of a router's choices on this rank, and which tokens of the batch they belong to.
+
+        The position that predicts a token is that of the token before it; a sequence's last token predicts none.
+        """
+        packed = micro_batch.packed
+        follows = packed.positions > 0
+        at, tokens = micro_batch.take[follows], packed.flat_index[follows] - 1
+        first = parallel_state.get_tensor_model_parallel_rank() * rows if self._split else 0
+        here = (at >= first) & (at < first + rows)
+        return at[here] - first, tokens[here]
+
+    @contextmanager
+    def _installed(self, make: Callable[[int], _LayerReplay]) -> Iterator[None]:
+        """Within the block every router asks what ``make`` gives for its column."""
         hooks = []
         try:
             for layer, column in self._layers:
                 assert layer.mlp.router.router_replay is None, (
                     "a router already replays: passes must not be nested"
                 )
-                replay = _LayerReplay(column, self._split, records, self._tally)
+                replay = make(column)
                 layer.mlp.router.router_replay = replay
                 hooks.append(layer.register_forward_pre_hook(replay.enter, with_kwargs=True))
                 hooks.append(layer.register_forward_hook(replay.leave))
@@ -173,6 +237,11 @@ class RoutingReplay:
         if record.shape[1:] != wanted or len(record) not in (length - 1, length):
             return False
         return has_distinct_experts(record, self._hf.num_experts)
+
+
+def record_dtype(num_experts: int) -> Any:
+    """The narrowest integers that a record of so many experts fits in."""
+    return np.uint8 if num_experts <= 256 else np.int16
 
 
 def has_distinct_experts(record: Array, num_experts: int) -> bool:

@@ -121,12 +121,14 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a stream is padded and cut: tensor and context parallel sizes, this rank's context rank, the device."""
+    """How a stream is padded and cut: tensor and context parallel sizes, this rank's context rank, the device; unit:
+    what the kernels want the positions on a rank to be a multiple of."""
 
     tensor_parallel: int
     context_parallel: int
     context_rank: int
     device: torch.device
+    unit: int = 1
 
     @property
     def length_multiple(self) -> int:
@@ -136,7 +138,7 @@ class Cut:
     @property
     def stream_multiple(self) -> int:
         """The whole stream is padded to a multiple of this."""
-        return self.length_multiple * self.tensor_parallel
+        return self.length_multiple * self.tensor_parallel * self.unit
 
 
 class BatchIndex:

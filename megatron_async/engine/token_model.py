@@ -32,6 +32,7 @@ from megatron_async.engine.hf_weights import NameTable, Piece, global_name
 from megatron_async.engine.model import DTYPES, build_chunks, transformer_config
 from megatron_async.engine.new_weights import have_masters
 from megatron_async.engine.optimizer import Optimizer, wrap_ddp
+from megatron_async.engine.options import token_multiple
 from megatron_async.engine.packing import PackingPlan, pack
 from megatron_async.engine.passes import LossFn, PassResult, Readout, run_pass
 from megatron_async.engine.routing_replay import RoutingReplay
@@ -125,9 +126,12 @@ class TokenModel:
         self.load_hf(model_config.path)
         if optimizer is not None:
             distributed = trainer.use_distributed_optimizer
-            self.chunks = list(wrap_ddp(config, chunks, distributed_optimizer=distributed))
+            further = trainer.megatron
+            self.chunks = list(wrap_ddp(config, chunks, distributed_optimizer=distributed, further=further))
             dtype = DTYPES[model_config.dtype]
-            self.optimizer = Optimizer(optimizer, self.chunks, dtype=dtype, distributed=distributed)
+            self.optimizer = Optimizer(
+                optimizer, self.chunks, dtype=dtype, distributed=distributed, further=further
+            )
 
     @classmethod
     def build(
@@ -146,6 +150,7 @@ class TokenModel:
 
         Raises:
             PlatformError, LayoutError: the layout fits neither the ranks nor the model.
+            OptionError: an option of megatron-core that cannot be set.
             UnsupportedModelError, CheckpointMissing, WeightMismatch: the checkpoint.
         """
         platform.init_distributed(layout, seed, deadline_s=trainer.deadline_s + COLLECTIVE_GRACE_S)
@@ -179,7 +184,7 @@ class TokenModel:
 
     def _score(self, sequences: list[Sequence], readout: Readout, kinds: int) -> list[TokenValues]:
         """The readout's values of every token under the present weights, no gradients."""
-        batch, plan = self._plan(sequences)
+        batch, plan = self._plan(sequences, replays=self._replays_in(training=False))
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -203,7 +208,7 @@ class TokenModel:
         """
         optimizer = self._required_optimizer()
         watch = _Stopwatch()
-        batch, plan = self._plan(sequences)
+        batch, plan = self._plan(sequences, replays=self._replays_in(training=True))
         inactive = _without_active_tokens(batch)
         watch.lap("pack")
         for chunk in self.chunks:
@@ -228,7 +233,22 @@ class TokenModel:
             fill=plan.fill,
         )
 
-    def _plan(self, sequences: list[Sequence]) -> tuple[BatchIndex, PackingPlan]:
+    def _record_routing(self, sequences: list[Sequence]) -> list[NDArray[np.int32]]:
+        """Experts that the routers choose by themselves, [L, MoE layers, top-k] per sequence on every rank; the last
+        token's row is 0."""
+        assert self.routing is not None, "a model that replays has routers"
+        batch, plan = self._plan(sequences, replays=False)
+        shape = (batch.num_tokens, sum(self.hf_config.moe_layers), self.hf_config.num_experts_per_tok)
+        record = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        micro_batches = self._micro_batches(batch, plan)
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad(), self.routing.recording(micro_batches, record):
+            run_pass(self.chunks, micro_batches, None, self._readout)
+        torch.distributed.all_reduce(record)
+        return batch.split(record.cpu().numpy())
+
+    def _plan(self, sequences: list[Sequence], *, replays: bool) -> tuple[BatchIndex, PackingPlan]:
         cut = self._cut
         interleaved = self.layout.virtual_pipeline_model_parallel_size is not None
         plan = pack(
@@ -238,8 +258,8 @@ class TokenModel:
             count_multiple=self.layout.pipeline_model_parallel_size if interleaved else 1,
             length_multiple=cut.length_multiple,
         )
-        replays = self.routing is not None
-        batch = BatchIndex(self.routing.screened(sequences) if self.routing else sequences, routing=replays)
+        usable = self.routing.screened(sequences) if replays and self.routing is not None else sequences
+        batch = BatchIndex(usable, routing=replays)
         if batch.token_ids.min() < 0 or batch.token_ids.max() >= self.hf_config.vocab_size:
             raise TokenError(
                 f"token ids range from {batch.token_ids.min()} to {batch.token_ids.max()}, but the vocabulary has "
@@ -250,16 +270,23 @@ class TokenModel:
     def _run(
         self, batch: BatchIndex, plan: PackingPlan, loss_fn: LossFn | None, readout: Readout
     ) -> PassResult:
-        members = plan.micro_batches[parallel_state.get_data_parallel_rank()]
-        micro_batches = [build_micro_batch(batch, chosen, self._cut) for chosen in members]
-        if self.routing is None:
+        micro_batches = self._micro_batches(batch, plan)
+        if self.routing is None or not batch.routing:
             return run_pass(self.chunks, micro_batches, loss_fn, readout)
         with self.routing.replaying(micro_batches):
             return run_pass(self.chunks, micro_batches, loss_fn, readout)
 
+    def _micro_batches(self, batch: BatchIndex, plan: PackingPlan) -> list[MicroBatch]:
+        members = plan.micro_batches[parallel_state.get_data_parallel_rank()]
+        return [build_micro_batch(batch, chosen, self._cut) for chosen in members]
+
     def _routing_replay(self) -> RoutingReplay | None:
-        """What replays the engine's routing in this model, if it is to be replayed."""
+        """What replays recorded routing in this model, if any is to be replayed."""
         return None
+
+    def _replays_in(self, *, training: bool) -> bool:
+        """Whether a training pass (a scoring pass) chooses the experts on record."""
+        return self.routing is not None
 
     @functools.cached_property
     def _cut(self) -> Cut:
@@ -268,6 +295,7 @@ class TokenModel:
             context_parallel=self.layout.context_parallel_size,
             context_rank=parallel_state.get_context_parallel_rank(),
             device=self._device,
+            unit=token_multiple(self.trainer.megatron.transformer),
         )
 
     @property

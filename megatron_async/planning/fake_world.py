@@ -7,7 +7,6 @@ Invariants: nothing is sent and no weight is allocated; the model is made by the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,19 +71,6 @@ def _shard() -> Shard:
     )
 
 
-@contextlib.contextmanager
-def _on_meta_device() -> Iterator[None]:
-    """Parameters are made on the meta device, and the platform names it as the place where they live."""
-    detected = platform.setup
-    on_meta = dataclasses.replace(detected(), device=torch.device("meta"))
-    platform.setup = lambda: on_meta  # type: ignore[assignment]
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        platform.setup = detected
-
-
 def build_policy(config: RunConfig) -> Policy:
     """This rank's policy without weights, inside `rank_of`: for its parameters' names, shapes and pieces only.
 
@@ -99,8 +85,7 @@ def build_policy(config: RunConfig) -> Policy:
 
     hf = HFConfig.from_pretrained(config.model.path)
     megatron = transformer_config(hf, config.model, config.layout, config.trainer)
-    with _on_meta_device():
-        chunks = build_chunks(hf, megatron)
+    chunks = build_chunks(hf, megatron, device=torch.device("meta"))
     return WeightlessPolicy(
         hf,
         megatron,

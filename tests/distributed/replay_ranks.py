@@ -59,12 +59,39 @@ def inspect(directory: Path, layout: LayoutConfig, *, recompute: bool) -> dict[s
     }
 
 
+def inspect_own(directory: Path, layout: LayoutConfig, *, recompute: bool) -> dict[str, Any]:
+    """R2: the policy's own routing at the start, replayed in two updates that move the routers."""
+    trainer = TrainerConfig(micro_batch_tokens=48, routing_replay="trainer", recompute=recompute)
+    model = ModelConfig(path=str(directory / "model"), dtype="float32")
+    policy = Policy.build(model, layout, trainer, OptimizerConfig(lr=3e-2))
+    sequences = recorded_sequences()
+    assert policy.routing is not None
+    scored = policy.logprobs(sequences)  # an engine's records are not replayed
+    own = policy.with_own_routing(sequences)
+    before = policy.routing.take_metrics()
+    loss_fn = weighted_loss(sum(map(len, sequences)))
+    first = policy.train_step(own, loss_fn)
+    at_start = policy.routing.take_metrics()
+    policy.train_step(own, loss_fn)
+    records = np.concatenate([np.sort(s.routed_experts, -1) for s in own if s.routed_experts is not None])
+    expected = load_file(directory / "reference.safetensors")["native"].numpy()
+    return {
+        "own_differs": int((records != expected).sum()) if records.shape == expected.shape else -1,
+        "own_dtype": str(records.dtype),
+        "own_first_error": float(np.abs(np.concatenate(first.logprobs) - np.concatenate(scored)).max()),
+        "own_before": before,
+        "own_at_start": at_start,
+        "own_moved": policy.routing.take_metrics(),
+    }
+
+
 def main() -> None:
     directory, findings = Path(sys.argv[1]), {}
     for text in sys.argv[2:]:
         recompute = text.startswith("recompute+")
         _, layout = parse_layout(text.removeprefix("recompute+"), int(os.environ.get("WORLD_SIZE", "1")))
         findings[text] = inspect(directory, layout, recompute=recompute)
+        findings[text] |= inspect_own(directory, layout, recompute=recompute)
     if dist.get_rank() == 0:
         (directory / f"findings{dist.get_world_size()}.json").write_text(json.dumps(findings, indent=1))
     platform.shutdown()

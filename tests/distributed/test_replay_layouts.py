@@ -1,4 +1,4 @@
-"""R3: recorded routing replayed under every layout gives what transformers computes when told the same experts."""
+"""Recorded routing (R3) and the trainer's own (R2) replayed under every layout, against transformers."""
 
 from __future__ import annotations
 
@@ -69,3 +69,18 @@ def test_fallbacks_and_disagreement_are_counted(findings: dict[str, Any], layout
     # Two of four experts at random against the model's two: half of them on average.
     assert 0.4 <= metrics["routing_replay/disagreement"] <= 0.6
     assert metrics["routing_replay/disagreement_after"] == 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trainers_own_routing_is_recorded_and_replayed(findings: dict[str, Any], layout: str) -> None:
+    """R2: what transformers' routers choose, whole on every rank; the updates keep to it while the routers move."""
+    found = findings[layout]
+    assert found["own_differs"] == 0
+    assert found["own_dtype"] == "uint8"
+    # Under the same weights the same experts: the same products in the same order.
+    assert found["own_first_error"] == 0.0
+    assert found["own_before"]["routing_replay/replayed"] == 0.0
+    assert found["own_at_start"]["routing_replay/disagreement"] == 0.0
+    assert found["own_at_start"]["routing_replay/replayed"] == pytest.approx(6 / 7), "one has a single token"
+    assert found["own_moved"]["routing_replay/disagreement"] > 0.0
+    assert found["own_moved"]["routing_replay/disagreement_after"] == 0.0

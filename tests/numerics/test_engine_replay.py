@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megatron_async.engine.policy import Policy
-from megatron_async.engine.routing_replay import has_distinct_experts
+from megatron_async.engine.routing_replay import has_distinct_experts, record_dtype
 from megatron_async.engine.sequences import BatchIndex, Cut, Sequence, build_micro_batch
 from tests.engine_batches import weighted_loss
 from tests.engine_reference import make_model
@@ -123,3 +123,15 @@ def test_scoring_a_cut_sequence_takes_the_same_experts(policy: Policy) -> None:
     (part,) = policy.logprobs([cut])
     # The same products in matrices of another height.
     np.testing.assert_allclose(part, whole[:12], atol=2e-6)
+
+
+def test_own_routing_is_recorded_only_where_it_is_asked_for(policy: Policy) -> None:
+    sequences = recorded_sequences()
+    assert policy.trainer.routing_replay == "rollout"
+    assert policy.with_own_routing(sequences) is sequences
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(128, np.uint8), (256, np.uint8), (512, np.int16)])
+def test_records_are_as_narrow_as_the_experts_allow(experts: int, dtype: type) -> None:
+    assert np.iinfo(record_dtype(experts)).max >= experts - 1
+    assert record_dtype(experts) is dtype
