@@ -8,25 +8,29 @@ Every source drives a policy of its own through the same steps: score the batch,
 The sources take turns step by step, so that a busy moment of the machine does not fall on one of them alone; a figure
 is the median over the steps after the first `gap`. `start` does one forward over the batch, as a trainer without a
 history does; the others must be compared with it. No source takes anything from the training forward, except
-`snapshot_reuse`, which leaves tokens of the present version to it. `snapshot_ahead` finds `--ahead` of its trajectories
-scored while the trainer waited, as `snapshots.eager` does.
+`snapshot_reuse`, which leaves tokens of the present version to it, and `linear`, which needs no old log-probs.
+`snapshot_ahead` finds `--ahead` of its trajectories scored while the trainer waited, as `snapshots.eager` does;
+`interrupt` scores what the present version has sampled of later batches before each update, and its stage contains that
+pause. (A dedicated model runs on ranks of its own: `tools.benchmark_live_sources`.)
 
---write puts rows into docs/benchmarks/snapshot.json, the table and a figure beside it.
+--write puts rows into docs/benchmarks/snapshot.json, the table and a figure beside it; --json FILE has every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,6 +40,7 @@ from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
 from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
+from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from megatron_async.rollout.environments.desk_tokenizer import VOCABULARY_SIZE
 from megatron_async.training.batch import with_arrays
@@ -48,11 +53,13 @@ SHAPE = TinyShape(
 )
 OPTIONS: dict[str, dict[str, object]] = {
     "start": {"objective.anchor": "start"},
+    "linear": {"objective.anchor": "linear"},
     "ewma": {"objective.anchor": "ewma"},
     "snapshot": {"objective.anchor": "snapshot"},
     "snapshot_reuse": {"objective.anchor": "snapshot", "old_logits.reuse_training_forward": True},
     "snapshot_ahead": {"objective.anchor": "snapshot", "snapshots.eager": True},
     "snapshot_full": {"objective.anchor": "snapshot", "old_logits.source": "snapshot_full"},
+    "interrupt": {"objective.anchor": "interrupt"},
 }
 T = TypeVar("T")
 STAGES = ("save", "load", "restore", "forward")
@@ -65,7 +72,6 @@ class Costs:
 
     stages: dict[str, list[float]] = field(default_factory=dict)
     memory: int = 0
-    shards: float = 0.0
     forward_tokens: float = 0.0
 
     def add(self, **seconds: float) -> None:
@@ -73,8 +79,10 @@ class Costs:
             self.stages.setdefault(name, []).append(value)
 
     def median(self, name: str, skip: int) -> float:
-        values = self.stages[name][skip:]
-        return statistics.median(values)
+        return statistics.median(self.stages[name][skip:])
+
+    def mean(self, name: str, skip: int) -> float:
+        return statistics.fmean(self.stages[name][skip:])
 
 
 class Contestant:
@@ -88,27 +96,42 @@ class Contestant:
         self.version = 0
         self.costs = Costs()
 
-    def step(self, batch: list[Sequence]) -> None:
-        """One training step without sampling and publishing."""
+    def step(self, batch: list[Sequence], later: list[list[Sequence]]) -> None:
+        """One training step without sampling and publishing. later: the batches that follow, in parts sampled now."""
         ids = [f"{self.version}.{i}" for i in range(len(batch))]
-        idle = 0.0
+        before = 0.0
         if self.source.scores_ahead:
             early = round(self.ahead * len(batch))
-            _, idle = clocked(lambda: self.source.score_ahead(batch[:early], ids[:early]))
+            _, before = clocked(lambda: self.source.score_ahead(batch[:early], ids[:early]))
         anchors, stage = clocked(lambda: self.source.score(batch, ids))
+        if self.source.interrupts:
+            partial = [
+                (sequence, f"{self.version + behind}.{i}")
+                for behind, following in enumerate(later[: self.config.rollout.max_staleness], 1)
+                for i, whole in enumerate(following)
+                if (sequence := sampled_by_now(whole, behind)) is not None
+            ]
+            now, keys = [sequence for sequence, _ in partial], [key for _, key in partial]
+            _, before = clocked(lambda: self.source.score_ahead(now, keys))
+            stage += before
         _, update = clocked(lambda: self._update(batch, anchors))
         self.version += 1
         oldest = self.version - self.config.rollout.max_staleness
         _, save = clocked(lambda: self.source.updated(self.version, oldest))
+        report = self.source.captured if isinstance(self.source, SnapshotSource) else None
+        if report is not None:  # without a shadow copy the differences were taken inside the update
+            update, save = update + save - report.seconds, report.seconds
+        self._note(anchors, before=before, stage=stage + save, save=save, step=stage + update + save)
+        self.costs.memory = self._memory(anchors)
+        self.costs.forward_tokens = anchors.metrics.get("old_logits/forward_tokens", sum(map(len, batch)))
+
+    def _note(self, anchors: AnchorLogprobs, **seconds: float) -> None:
         parts = anchors.seconds
         switch = parts.get("switch", 0.0) / 2  # in and out are one exchange each
         self.costs.add(
-            save=save, load=parts.get("travel", switch), restore=parts.get("restore", switch),
-            forward=parts.get("forward", 0.0), stage=stage + save, idle=idle, step=stage + update + save,
+            load=parts.get("travel", switch), restore=parts.get("restore", switch), forward=parts.get("forward", 0.0),
+            shards=anchors.metrics.get("old_logits/shards_per_trajectory", 1.0), **seconds,
         )  # fmt: skip
-        self.costs.memory = self._memory(anchors)
-        self.costs.shards = anchors.metrics.get("old_logits/shards_per_trajectory", 1.0)
-        self.costs.forward_tokens = anchors.metrics.get("old_logits/forward_tokens", sum(map(len, batch)))
 
     def _update(self, batch: list[Sequence], anchors: AnchorLogprobs) -> None:
         loss = policy_loss(self.objective, global_counts(batch))
@@ -122,6 +145,24 @@ class Contestant:
         if "ewma/weight" in anchors.metrics:
             found = sum(master.numel() * 4 for master in self.policy.masters())
         return int(found)
+
+
+def sampled_by_now(sequence: Sequence, behind: int) -> Sequence | None:
+    """What the present version and those before it have sampled of a trajectory that is trained `behind` steps later.
+
+    None where the present version sampled nothing of it.
+    """
+    mask, gaps = sequence.arrays["action_mask"], sequence.arrays["version_gap"] - behind
+    to_come = np.flatnonzero(mask & (gaps < 0))
+    end = int(to_come[0]) if to_come.size else len(sequence)
+    if not (mask & (gaps == 0))[:end].any():
+        return None
+    arrays = {
+        "action_mask": mask[:end],
+        "version_gap": np.where(mask, gaps, 0)[:end],
+        "kv_mismatch": sequence.arrays["kv_mismatch"][:end],
+    }
+    return Sequence(sequence.token_ids[:end], sequence.temperature, arrays)
 
 
 def clocked(work: Callable[[], T]) -> tuple[T, float]:
@@ -164,7 +205,8 @@ def configuration(name: str, arguments: argparse.Namespace, model: Path, folder:
 
 def batches(arguments: argparse.Namespace) -> list[list[Sequence]]:
     if arguments.run:
-        return recorded(Path(arguments.run))[: arguments.steps]
+        found = recorded(Path(arguments.run))[: arguments.steps]
+        return [batch[:: -(-len(batch) // arguments.trajectories)] for batch in found]
     recipe = Recipe(arguments.trajectories, arguments.tokens, arguments.gap, arguments.spans, VOCABULARY_SIZE)
     return [synthetic(recipe, step) for step in range(arguments.steps)]
 
@@ -182,7 +224,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Costs]:
         for number, batch in enumerate(steps):
             # Every other step the order is reversed: whoever goes first finds the caches cold.
             for name in names if number % 2 else names[::-1]:
-                contestants[name].step(batch)
+                contestants[name].step(batch, steps[number + 1 :])
         for contestant in contestants.values():
             contestant.source.close()
         return {name: contestant.costs for name, contestant in contestants.items()}
@@ -204,7 +246,7 @@ def table(costs: dict[str, Costs], skip: int) -> str:
         "stage ratio",
         "step",
         "step ratio",
-        "idle",
+        "before",
         "memory MB",
         "shards",
         "tokens",
@@ -229,29 +271,38 @@ def table(costs: dict[str, Costs], skip: int) -> str:
             ratios[0],
             f"{step:.3f}",
             ratios[1],
-            f"{cost.median('idle', skip):.3f}",
+            f"{cost.median('before', skip):.3f}",
         ]
-        cells += [f"{cost.memory / 1e6:.1f}", f"{cost.shards:.2f}", f"{cost.forward_tokens:.0f}"]
+        cells += [
+            f"{cost.memory / 1e6:.1f}",
+            f"{cost.mean('shards', skip):.2f}",
+            f"{cost.forward_tokens:.0f}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def rows(costs: dict[str, Costs], arguments: argparse.Namespace, skip: int) -> list[Row]:
     """Stage of every source over the stage of `start`."""
-    spans = f"{arguments.spans:g}"
     start = costs["start"].median("stage", skip)
-    where = "recorded batches" if arguments.run else f"{arguments.trajectories} x {arguments.tokens} tokens"
+    held = max(cost.mean("shards", skip) for cost in costs.values())
+    spans = f"{held:.1f}" if arguments.run else f"{arguments.spans:g}"
+    where = (
+        f"recorded batches of a run on the desk, at most {arguments.trajectories} trajectories of each"
+        if arguments.run
+        else f"{arguments.trajectories} x {arguments.tokens} tokens"
+    )
     made = []
     for name, cost in costs.items():
         if name == "start":
             continue
         parts = ", ".join(f"{stage} {cost.median(stage, skip):.3f}" for stage in STAGES)
         conditions = (
-            f"{where}, gap <= {arguments.gap}, {cost.shards:.2f} versions per trajectory, lr {arguments.lr:g}, "
+            f"{where}, gap <= {arguments.gap}, {held:.2f} versions per trajectory, lr {arguments.lr:g}, "
             f"{arguments.dtype}, {arguments.layout_text}; seconds: {parts}, stage of start {start:.3f}"
         )
         figure = f"stage_ratio_{spans}_shards" if name == "snapshot" else f"stage_ratio_{spans}_shards_{name}"
-        goal = "<= 1.15" if name == "snapshot" and arguments.spans <= 1.1 else ""
+        goal = "<= 1.15" if figure == "stage_ratio_1.1_shards" else ""
         made.append(Row(figure, round(cost.median("stage", skip) / start, 3), "", goal, conditions))
     return made
 
@@ -265,13 +316,15 @@ def draw(costs: dict[str, Costs], skip: int, path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     bottom = [0.0] * len(costs)
-    for stage in STAGES:
+    labels = {"before": "before the batch (in idle time for snapshot_ahead)"}
+    for stage in (*STAGES, "before"):
         heights = [cost.median(stage, skip) for cost in costs.values()]
-        axes.bar(list(costs), heights, bottom=bottom, label=stage)
+        axes.bar(list(costs), heights, bottom=bottom, label=labels.get(stage, stage))
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     axes.set_ylabel("seconds per step (median)")
     axes.set_title("Old log-prob stage by source, same batches")
     axes.legend()
+    axes.tick_params("x", rotation=20)
     axes.grid(axis="y", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -289,16 +342,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sources", default=",".join(OPTIONS), help="comma-separated; default: %(default)s")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--gap", type=int, default=3, help="oldest version, in versions behind")
-    parser.add_argument("--spans", type=float, default=1.1, help="versions per trajectory, on average")
+    parser.add_argument("--spans", type=float, default=1.1, help="versions per synthetic trajectory")
     parser.add_argument("--ahead", type=float, default=0.9, help="share of a batch that was scored ahead")
     parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--trajectories", type=int, default=32)
+    parser.add_argument("--trajectories", type=int, default=32, help="per batch; most of a recorded one")
     parser.add_argument("--tokens", type=int, default=256, help="of the longest trajectory")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for the seconds of every step, by source")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks")
     options = parser.parse_args(arguments)
     unknown = set(options.sources.split(",")) - set(OPTIONS)
@@ -319,12 +373,18 @@ def main() -> int:
         skip = arguments.gap
         text = table(costs, skip)
         print(text)
+        if arguments.json:
+            arguments.json.write_text(
+                json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1)
+            )
         if arguments.write and "start" in costs:
             write_rows("snapshot", rows(costs, arguments, skip))
             (FOLDER / "snapshot.md").write_text(
                 f"Old log-prob stage of every source on the same batches (`{' '.join(sys.argv[1:]) or 'defaults'}`), "
                 f"{arguments.layout_text}. Seconds per step, medians; memory is this rank's, copies of the weights "
-                f"included; ratios are to `start`, which does one forward.\n\n{text}\n"
+                "included; ratios are to `start`, which does one forward; `before` is what was scored before the "
+                "batch came, in idle time (`snapshot_ahead`) or while generation stood still (`interrupt`, part of "
+                f"its stage).\n\n{text}\n"
             )
             draw(costs, skip, FOLDER / "snapshot_stages.png")
     platform.shutdown()

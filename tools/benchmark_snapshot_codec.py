@@ -142,10 +142,17 @@ def copies(options: Options, nbytes: int, verify: str) -> SnapshotConfig:
 
 def move(options: Options, tensors: dict[str, torch.Tensor], share: float, seed: int) -> None:
     """Move a share of the weights to the next bf16 number."""
-    random = options.random(seed)
+    chosen = (one_for_all(options, tensors, seed, torch.rand) < share).to(torch.int16)
     for tensor in tensors.values():
-        words = tensor.view(torch.int16)
-        words.add_((torch.rand(words.shape, generator=random, device=words.device) < share).to(torch.int16))
+        tensor.view(torch.int16).view(-1).add_(chosen[: tensor.numel()])
+
+
+def one_for_all(
+    options: Options, tensors: dict[str, torch.Tensor], seed: int, draw: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Random numbers for the largest tensor; every other takes the first of them, which saves most of the time."""
+    size = max(tensor.numel() for tensor in tensors.values())
+    return draw(size, generator=options.random(seed), device=options.device)
 
 
 def there_and_back(
@@ -229,17 +236,18 @@ class Adam:
     """One optimiser per master, so that only one tensor's gradient exists at a time."""
 
     def __init__(self, options: Options, masters: dict[str, torch.Tensor], lr: float) -> None:
-        self._random = options.random(2)
+        self._options, self._masters, self._steps = options, masters, 0
         self._parts = [
             torch.optim.Adam([master], lr=lr, betas=(0.9, 0.98), eps=1e-8, foreach=False)
             for master in masters.values()
         ]
 
     def step(self) -> None:
+        self._steps += 1
+        gradient = one_for_all(self._options, self._masters, self._steps, torch.randn).mul_(1e-3)
         for optimizer in self._parts:
             (master,) = optimizer.param_groups[0]["params"]
-            gradient = torch.randn(master.shape, generator=self._random, device=master.device)
-            master.grad = gradient.mul_(1e-3)
+            master.grad = gradient[: master.numel()].view_as(master)
             optimizer.step()
             master.grad = None
 

@@ -79,6 +79,11 @@ class SnapshotSource(OldLogitSource):
     def scores_ahead(self) -> bool:
         return self._eager
 
+    @property
+    def captured(self) -> CaptureReport | None:
+        """The newest capture that is complete."""
+        return self._captured
+
     def score(self, sequences: list[Sequence], ids: SequenceOf[str]) -> AnchorLogprobs:
         """See `OldLogitSource.score`.
 

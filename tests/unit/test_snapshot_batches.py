@@ -9,11 +9,13 @@ import pytest
 import yaml
 
 from megatron_async.bank import Bank
+from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
 from megatron_async.observe.timeline import Interval
 from tests.bank_support import collect
 from tests.unit.configs import write_config
 from tools.benchmark_live_sources import Overlap
+from tools.benchmark_snapshot import sampled_by_now
 from tools.lag_experiment import by_gap, rows, table
 from tools.snapshot_batches import Recipe, recorded, synthetic
 
@@ -113,3 +115,16 @@ def test_what_lies_under_the_actors_work_is_hidden() -> None:
         ("scorer", "score", 0, 0.0, 8.0),
     ]
     assert Overlap.of(Interval(*row) for row in rows) == Overlap(scoring=4.0, under_update=1.0, under_waiting=1.0)
+
+
+def test_an_interruption_sees_what_was_sampled_so_far() -> None:
+    """Trained at version 9, seen at version 7, two steps before: versions 6 and 7 are there, 8 is still to come."""
+    versions = np.array([-1, 6, 7, -1, 8, 8])
+    mask = versions >= 0
+    arrays = {"action_mask": mask, "version_gap": np.where(mask, 9 - versions, 0), "kv_mismatch": ~mask}
+    seen = sampled_by_now(Sequence(np.arange(6, dtype=np.int32), 0.7, arrays), behind=2)
+    assert seen is not None
+    assert seen.token_ids.tolist() == [0, 1, 2, 3]
+    assert seen.arrays["version_gap"].tolist() == [0, 1, 0, 0]
+    assert seen.temperature == 0.7
+    assert sampled_by_now(Sequence(np.arange(6, dtype=np.int32), 1.0, arrays), behind=4) is None
