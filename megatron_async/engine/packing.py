@@ -23,7 +23,7 @@ class PackingPlan:
     """``micro_batches[rank][i]`` = indices of the sequences in that rank's i-th micro-batch.
 
     Attributes:
-        fill: tokens / (micro-batches that hold any · budget).
+        fill: tokens / (micro-batches that hold any, over all ranks · budget).
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -64,7 +64,7 @@ def pack(
     packed = _first_fit(order, sizes, budget)
     per_rank = math.ceil(math.ceil(len(packed) / ranks) / count_multiple) * count_multiple
     bins = _level(order, sizes, budget, per_rank * ranks) or packed
-    fill = sum(sizes) / (budget * len(packed))
+    fill = sum(sizes) / (budget * sum(map(bool, bins)))
     return PackingPlan(_deal(bins, sizes, ranks, per_rank), fill)
 
 

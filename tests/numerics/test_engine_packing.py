@@ -32,6 +32,9 @@ def test_every_sequence_once_within_budget_and_equal_counts(
     assert sorted(members) == list(range(len(lengths)))
     assert all(size(micro_batch) <= budget for rank in plan.micro_batches for micro_batch in rank)
     assert len(plan.micro_batches) == ranks
+    used = sum(bool(micro_batch) for rank in plan.micro_batches for micro_batch in rank)
+    padded = sum(size(micro_batch) for rank in plan.micro_batches for micro_batch in rank)
+    assert plan.fill == pytest.approx(padded / (used * budget))
     counts = {len(rank) for rank in plan.micro_batches}
     assert len(counts) == 1 and counts.pop() % count_multiple == 0
 
