@@ -11,8 +11,7 @@ import pytest
 
 from megatron_async.rollout import chat_endpoint
 from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointError, EndpointOptions, well_formed
-from megatron_async.rollout.environments.base import AssistantTurn, EnvironmentFailure
-from megatron_async.rollout.environments.tau2.users import ASKING, CLOSING, STOP
+from megatron_async.rollout.environments.base import EnvironmentFailure
 from tests.unit.chat_endpoint import ChatServer, call, text
 from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
@@ -49,12 +48,20 @@ def test_answer_has_text_calls_and_tokens() -> None:
     assert server.bodies[0]["tools"] == [tool]
 
 
-@pytest.mark.parametrize("failure", [500, 503, 429, 408, "junk", "hang"])
+@pytest.mark.parametrize("failure", [500, 503, 429, 408, "junk"])
 def test_failures_that_may_pass_are_repeated(failure: int | str) -> None:
     server = ChatServer(lambda body: text("ok"), lambda request: failure if request < 2 else None)
-    answer, chat = with_server(server, lambda s: ask(s, timeout_s=0.2, retries=2))
+    answer, chat = with_server(server, lambda s: ask(s, timeout_s=60, retries=2))
     assert answer.content == "ok"
     assert (len(server.bodies), chat.failures) == (3, 2)
+
+
+def test_no_answer_in_time_is_repeated() -> None:
+    server = ChatServer(lambda body: text("ok"), lambda request: "hang" if request < 2 else None)
+    # More repetitions than hangs: on a busy machine an honest answer may be late too.
+    answer, chat = with_server(server, lambda s: ask(s, timeout_s=0.3, retries=20))
+    assert answer.content == "ok"
+    assert chat.failures >= 2
 
 
 def test_retries_are_bounded_and_the_error_says_what_was_last() -> None:
@@ -101,56 +108,6 @@ def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(ValueError, match="SOME_KEY .* is not set"):
         ChatEndpoint(EndpointOptions(url="x", api_key_env="SOME_KEY"))
-
-
-def obedient_user(body: dict[str, Any]) -> dict[str, Any]:
-    """A user model that understands the gold agent's phrases."""
-    heard = body["messages"][-1]
-    if heard["role"] == "tool":
-        return text("I did it.")
-    if heard["content"].startswith(ASKING):
-        wish = json.loads(heard["content"][len(ASKING) :])
-        return call(wish["name"], wish["arguments"])
-    return text(STOP if heard["content"].startswith(CLOSING) else "Help me.")
-
-
-def options(server: ChatServer, **more: Any) -> dict[str, Any]:
-    return {"kind": "endpoint", "endpoint": {"url": server.url, "timeout_s": 5, "concurrency": 8, **more}}
-
-
-@requires_tau2
-def test_many_episodes_at_once_in_three_domains_with_failing_users() -> None:
-    """Gold agents end with 1, one that is malformed with 0, one whose user is gone with no reward at all."""
-
-    async def episodes(server: ChatServer) -> list[Any]:
-        runs = []
-        for name in ("airline", "retail", "telecom"):
-            source = source_of(name, user=options(server))
-            for task_id in sample_ids(name, 10):
-                turns = altered(source.context.domain.tasks[task_id], "gold", False)
-                runs.append(play(environment_of(source, task_id), turns))
-        broken = source_of("retail", user=options(server, url="http://127.0.0.1:9/v1", retries=1))
-        runs.append(play(environment_of(broken, "0"), []))
-        malformed = environment_of(source_of("retail", user=options(server)), "0")
-        runs.append(play_malformed(malformed))
-        return await asyncio.gather(*runs, return_exceptions=True)
-
-    server = ChatServer(obedient_user, lambda request: 503 if request % 7 == 3 else None)
-    *gold, broken, malformed = with_server(server, episodes)
-    assert [reward for reward, _ in gold] == [1.0] * 30
-    assert all(info["user_tokens"][0] > 0 for _, info in gold)
-    assert isinstance(broken, EnvironmentFailure)
-    assert "127.0.0.1:9" in str(broken)
-    assert (malformed[0], malformed[1]["termination"]) == (0.0, "agent_error")
-    assert server.most_running <= 8 * 4
-
-
-async def play_malformed(environment: Any) -> tuple[float, dict[str, Any]]:
-    await environment.reset()
-    await environment.step(AssistantTurn("<tool_call>{", (), "not JSON"))
-    outcome: tuple[float, dict[str, Any]] = await environment.reward()
-    await environment.close()
-    return outcome
 
 
 @requires_tau2
