@@ -104,8 +104,8 @@ def _check_source(config: RunConfig) -> list[str]:
         ]
     if config.snapshots.shadow is False and config.model.dtype == "float32" and source in methods.DIFFERENCES:
         return [
-            "snapshots.shadow: false takes differences between fp32 masters and the weights that follow them, and weights "
-            "of model.dtype: float32 have no masters; set model.dtype: bfloat16, or snapshots.shadow: null"
+            "snapshots.shadow: false takes differences where weights follow fp32 masters, and those of model.dtype: "
+            "float32 have none; set model.dtype: bfloat16, or snapshots.shadow: null"
         ]
     if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
         return [

@@ -223,6 +223,16 @@ def test_a_port_in_use_is_named_only_when_engines_are_started(tmp_path):
     assert "outside [1, 65535]" in problems(tmp_path, "engines.base_port=65535", "engines.count=2")
 
 
+def test_weights_that_are_their_own_masters_need_a_shadow(tmp_path):
+    changes = ("objective.anchor=snapshot", "snapshots.shadow=false")
+    assert "set model.dtype: bfloat16, or snapshots.shadow: null" in problems(
+        tmp_path, *changes, "model.dtype=float32"
+    )
+    assert "snapshots.shadow" not in problems(
+        tmp_path, *changes, "model.dtype=bfloat16", "snapshots.device_bytes=-1"
+    )
+
+
 CPU_RECIPES = [
     path
     for path in sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))

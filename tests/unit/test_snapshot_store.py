@@ -170,6 +170,7 @@ def store(tensors: dict[str, torch.Tensor]) -> Iterator[SnapshotStore]:
 def test_a_version_that_is_not_there_raises_and_copies_nothing(
     store: SnapshotStore, tensors: dict[str, torch.Tensor]
 ) -> None:
+    """Field bug 8."""
     history = grow(store, tensors, 2)
     with pytest.raises(UnknownVersionError, match=r"version 7 is not in the store.*\[0, 1, 2\].*[Rr]etain"):
         with store.at(7):
@@ -190,7 +191,7 @@ def test_weights_changed_without_capture_are_noticed_and_left_alone(
 
 
 def test_permuted_weights_are_noticed(store: SnapshotStore, tensors: dict[str, torch.Tensor]) -> None:
-    """Two rows trade places: every sum of the values is the same."""
+    """Field bug 9. Two rows trade places: every sum of the values is the same."""
     grow(store, tensors, 1)
     tensors["embedding"][[0, 9]] = tensors["embedding"][[9, 0]]
     with pytest.raises(DigestMismatchError, match="'embedding'"):
@@ -460,7 +461,7 @@ def test_full_copies_refuse_by_budget_and_report_damage() -> None:
 
 
 def test_memory_is_flat_over_five_hundred_captures() -> None:
-    """Records of removed versions are reused; the process does not grow by as much as twenty of them."""
+    """Field bug 10. Records of removed versions are reused; the process does not grow by as much as twenty of them."""
     import psutil
 
     tensors = {"w": torch.zeros(150_000, dtype=torch.bfloat16)}
