@@ -73,12 +73,16 @@ class Completion:
 
 
 class ChatEndpoint:
-    """One endpoint, shared by the episodes of a process. `failures` counts requests that had to be repeated."""
+    """One endpoint, shared by the episodes of a process.
+
+    failures: requests that had to be repeated so far. unanswered: requests given up after all repetitions, or refused.
+    """
 
     def __init__(self, options: EndpointOptions) -> None:
         """Raises ValueError when the environment variable with the key is named but not set."""
         self.options = options
         self.failures = 0
+        self.unanswered = 0
         self._slots = asyncio.Semaphore(options.concurrency)
         self._headers = {}
         if options.api_key_env:
@@ -115,10 +119,12 @@ class ChatEndpoint:
                 async with self._slots:
                     return accept(await self._request(session, messages, tools))
             except _Refused as error:
+                self.unanswered += 1
                 raise EndpointError(f"{self.options.url} refuses the request: {error}") from error
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = error
                 logger.warning("%s, attempt %d of %d: %r", self.options.url, attempt + 1, attempts, error)
+        self.unanswered += 1
         raise EndpointError(
             f"{self.options.url} gave no usable answer in {attempts} attempts; the last: {failure!r}"
         ) from failure

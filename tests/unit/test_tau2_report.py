@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource
+from megatron_async.rollout.environments.base import EnvironmentFailure, Outcome, ReportingTaskSource
 from megatron_async.rollout.estimators import over_tasks, pass_hat_k
 from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
@@ -72,6 +72,25 @@ def test_training_on_evaluation_tasks_stands_in_the_report(tmp_path: Path) -> No
     assert summary["trained_on_evaluation_tasks"] == 40
     assert "no benchmark number" in (tmp_path / "tau2-telecom.md").read_text()
     assert json.loads((tmp_path / "tau2-telecom.json").read_text())["info"]["num_trials"] == 1
+
+
+def test_errors_of_the_user_simulator_stand_in_the_report(tmp_path: Path) -> None:
+    endpoint = {"kind": "endpoint", "endpoint": {"url": "http://127.0.0.1:9/v1", "retries": 0}}
+    source = source_of("telecom", user=endpoint)
+    environment = source.environment(source.task(0))
+
+    async def unanswered() -> None:
+        try:
+            await environment.reset()
+        finally:
+            await environment.close()
+
+    with pytest.raises(EnvironmentFailure, match="user simulator: "):
+        asyncio.run(unanswered())
+    task_id = source.task(0).data["id"]
+    summary = source.report(outcomes_of(source_of("telecom"), [task_id], 1), 1, tmp_path)
+    assert summary["user_errors"] == {"repeated": 0, "unanswered": 1}
+    assert "0 requests repeated, 1 given up" in (tmp_path / "tau2-telecom.md").read_text()
 
 
 def test_cut_episodes_are_reported_as_the_benchmarks_step_limit(tmp_path: Path) -> None:

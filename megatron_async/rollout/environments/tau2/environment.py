@@ -236,12 +236,15 @@ class Tau2Tasks:
 
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Results in the benchmark's own format and a page for people; needs recorded transcripts."""
-        return report.write(self.context.domain, self.options, self.stamp(), outcomes, samples, folder)
+        stamp, endpoint = self.stamp(), self.context.user_endpoint
+        if endpoint is not None:  # of this process: an evaluation that was interrupted forgets its earlier ones
+            stamp["user_errors"] = {"repeated": endpoint.failures, "unanswered": endpoint.unanswered}
+        return report.write(self.context.domain, self.options, stamp, outcomes, samples, folder)
 
     def stamp(self) -> dict[str, Any]:
         """What every report about these tasks must say."""
         options = self.options
-        stamp = {
+        stamp: dict[str, Any] = {
             "benchmark": self.context.domain.package.label,
             "domain": options.domain,
             "solo": options.solo,

@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.floor import floor
 from megatron_async.rollout.environments.tau2.options import Tau2Options
 from megatron_async.rollout.estimators import over_tasks, pass_at_k, pass_hat_k, standard_error
+from megatron_async.rollout.evaluation_statistics import interval
 
 SUCCESS = 1.0 - 1e-6
 """The benchmark's own threshold for success."""
@@ -61,12 +61,11 @@ def summarise(
     rates = [fmean(group) for group in by_task.values()]
     mean = fmean(rates)
     nothing = floor(domain, by_task, options.reward_basis)
-    half = 1.96 * standard_error(rates)
     return {
         "tasks": len(by_task),
         "episodes": len(outcomes),
         "success_rate": mean,
-        "confidence_95": None if math.isnan(half) else [max(0.0, mean - half), min(1.0, mean + half)],
+        "confidence_95": interval(mean, standard_error(rates)),
         "pass_hat": over_tasks(by_task.values(), samples, pass_hat_k),
         "pass_at": over_tasks(by_task.values(), samples, pass_at_k),
         "floor": nothing.rate,
@@ -106,6 +105,12 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"Benchmark {summary['benchmark']}, user: {summary['user']}, prompt: {summary['prompt']}, reward basis: "
         f"{summary['reward_policy']}, evaluators disagreed on {summary['evaluator_disagreements']} episodes.",
     ]
+    if "user_errors" in summary:
+        errors, tokens = summary["user_errors"], summary["user_tokens"]
+        lines.append(
+            f"User simulator: {errors['repeated']} requests repeated, {errors['unanswered']} given up (such episodes "
+            f"are not counted); {tokens[0]} prompt and {tokens[1]} completion tokens."
+        )
     if "trained_on_evaluation_tasks" in summary:
         lines += [
             "",
