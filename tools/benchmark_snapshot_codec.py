@@ -15,7 +15,8 @@ everything goes through the store's public calls:
 On another device the plain copies and the full copies go to page-locked host memory, as trainers keep them there, and
 records stay in device memory while it is given to them.
 
-Every timing is the best of several rounds, on both sides. Rows go to docs/benchmarks/snapshot.json, those of another
+Every timing is the best of several rounds, on both sides; on the host with one thread it is CPU time, which other
+processes on the machine do not lengthen. Rows go to docs/benchmarks/snapshot.json, those of another
 device to snapshot_device.json.
 """
 
@@ -26,6 +27,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,6 +58,10 @@ class Options:
     @property
     def goals(self) -> dict[str, str]:
         return HOST_GOALS if self.on_host else DEVICE_GOALS
+
+    def clock(self) -> float:
+        """Seconds: of CPU time where one thread does everything."""
+        return time.process_time() if self.on_host and self.threads == 1 else time.perf_counter()
 
     def random(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
@@ -110,10 +116,10 @@ def process_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def seconds(options: Options, work: Callable[[], object]) -> float:
+    began = options.clock()
     work()
-    return time.perf_counter() - began
+    return options.clock() - began
 
 
 def settings(options: Options, record_bytes: int, *, shadow: bool, verify: str) -> SnapshotConfig:
@@ -161,12 +167,12 @@ def there_and_back(
     """Seconds until the weights are at the version, and until they are back."""
     wait = torch.get_device_module(options.device).synchronize
     wait()
-    began = time.perf_counter()
+    began = options.clock()
     with store.at(version):
         wait()
-        there = time.perf_counter()
+        there = options.clock()
     wait()
-    return there - began, time.perf_counter() - there
+    return there - began, options.clock() - there
 
 
 # ---- by density ------------------------------------------------------------------------------------------------------
@@ -189,7 +195,7 @@ def by_density(options: Options) -> Iterator[Row]:
 
     plain()
     for share in DENSITIES:
-        copied = [seconds(plain)]
+        copied = [seconds(options, plain)]
         results: dict[str, float] = {}
         for verify in ("off", "full"):
             config = settings(options, nbytes * 3, shadow=True, verify=verify)
@@ -198,11 +204,11 @@ def by_density(options: Options) -> Iterator[Row]:
                 restores: list[float] = []
                 for version in range(1, 4):
                     move(options, tensors, share, version)
-                    captures.append(store.capture(version).seconds)
-                    copied.append(seconds(plain))
+                    captures.append(seconds(options, partial(store.capture, version)))
+                    copied.append(seconds(options, plain))
                 for _ in range(ROUNDS):
                     restores += there_and_back(options, store, 2)
-                    copied.append(seconds(plain))
+                    copied.append(seconds(options, plain))
             results[verify] = min(restores)
             results["capture"] = min(*captures, results.get("capture", captures[0]))
         yield from density_rows(options, share, nbytes, min(copied), results)
