@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -114,7 +115,8 @@ class Roles:
             "%s ended with exit code %s after %d steps and is started again (%d of %d without a further step)",
             part.name, row["exit_code"], steps, self._in_vain, self._config.trainer.max_restarts,
         )  # fmt: skip
-        with self._files.restarts.open("a", encoding="utf-8") as file:
+        # A full disk may be what ended the part; it must not end the run too.
+        with contextlib.suppress(OSError), self._files.restarts.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _restart(self, parts: Sequence[Part]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megatron_async.rollout.environments.base import AssistantTurn, Message, ToolCall
 
@@ -60,7 +60,7 @@ class ChatFormat:
                 f"{self._path} holds no tokenizer (tokenizer_config.json is missing): copy the tokenizer files of the "
                 f"model into the checkpoint directory"
             )
-        self._tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+        self._tokenizer = _load_tokenizer(self._path)
         if not self._tokenizer.chat_template:
             raise ChatFormatError(
                 f"the tokenizer in {self._path} has no chat template: add chat_template.jinja (a ChatML template with "
@@ -257,6 +257,22 @@ class ChatFormat:
                     f"the tokenizer in {self._path} merges tokens across the end of a turn ({end!r} + {first!r}): "
                     f"declare {end!r} as a special token in tokenizer.json"
                 )
+
+
+_PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that is its tokenizer.json and nothing more is loaded as such: `AutoTokenizer`, which knows every
+    model, imports torch, five seconds and 370 MB more for each process that only needs the text."""
+    kind = json.loads((path / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    if kind in _PLAIN and (path / "tokenizer.json").is_file():
+        plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        return plain
+    from transformers import AutoTokenizer
+
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    return found
 
 
 def _split_reasoning(text: str) -> tuple[str, str, str | None]:
