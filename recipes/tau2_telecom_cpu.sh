@@ -16,6 +16,7 @@ name="${NAME:-tau2_telecom_cpu}"
 runs="${RUN_DIR:-runs}"
 samples="${SAMPLES:-4}"       # episodes per task in the official evaluations
 config=recipes/configs/tau2_telecom_cpu.yaml
+warm_config=recipes/configs/tau2_telecom_cpu_warm_start.yaml
 model="$runs/${name}_model"
 warm_start="$runs/${name}_warm_start"
 
@@ -35,8 +36,8 @@ official() {  # official LABEL CHECKPOINT SPLIT TASKS: success by the benchmark'
 
 if [[ ! -f "$warm_start/checkpoint/config.json" ]]; then
   rm -rf -- "$model"  # an interrupted warm start leaves one
-  "$python" tools/make_tiny_checkpoint.py --out "$model" --seed "$seed" --config "$config"
-  "$python" -m megatron_async sft --fresh --config recipes/configs/tau2_telecom_cpu_warm_start.yaml "${common[@]}" \
+  "$python" tools/make_tiny_checkpoint.py --out "$model" --seed "$seed" --config "$warm_config"
+  "$python" -m megatron_async sft --fresh --config "$warm_config" "${common[@]}" \
     --set "name=${name}_warm_start" --set "model.path=$model"
 fi
 

@@ -2,7 +2,7 @@
 
     python tools/make_tiny_checkpoint.py --out runs/tiny --seed 0                  # the service desk's
     python tools/make_tiny_checkpoint.py --out runs/tiny-dense --dense
-    python tools/make_tiny_checkpoint.py --out runs/tiny-telecom --config recipes/configs/tau2_telecom_cpu.yaml
+    python tools/make_tiny_checkpoint.py --out runs/telecom --config recipes/configs/tau2_telecom_cpu_warm_start.yaml
 
 The directory loads in transformers, SGLang and megatron_async like a published Qwen3 checkpoint.
 """

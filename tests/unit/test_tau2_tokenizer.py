@@ -20,7 +20,7 @@ pytestmark = requires_tau2
 
 
 def options() -> dict[str, Any]:
-    config = load(str(ROOT / "recipes/configs/tau2_telecom_cpu.yaml"), [])
+    config = load(str(ROOT / "recipes/configs/tau2_telecom_cpu_warm_start.yaml"), [])
     prompt = str(ROOT / config.environment.options["system_prompt_file"])
     return {**config.environment.options, "system_prompt_file": prompt}
 
