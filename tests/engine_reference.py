@@ -58,21 +58,22 @@ def make_model(kind: str, seed: int = 7) -> torch.nn.Module:
 
 def reference_forward(model: torch.nn.Module, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
     """Token-aligned log-probs and entropies of one sequence, [L] each, by transformers and a full softmax."""
-    ids = torch.from_numpy(sequence.token_ids).long()
-    logits = model(ids[None], use_cache=False).logits[0, :-1] / sequence.temperature
+    ids = torch.from_numpy(sequence.token_ids).long().to(next(model.parameters()).device)
+    logits = model(ids[None], use_cache=False).logits[0, :-1].float() / sequence.temperature
     log_p = logits.log_softmax(-1)
     chosen = log_p.gather(-1, ids[1:, None])[:, 0]
-    zero = torch.zeros(1)
+    zero = torch.zeros(1, device=ids.device)
     return torch.cat([zero, chosen]), torch.cat([zero, -(log_p.exp() * log_p).sum(-1)])
 
 
 def reference_loss(model: torch.nn.Module, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of tests.engine_batches.weighted_loss, and log-probs and entropies [2, tokens] of the batch."""
     total = sum(len(sequence) for sequence in sequences)
-    loss, tokens = torch.zeros(()), []
+    device = next(model.parameters()).device
+    loss, tokens = torch.zeros((), device=device), []
     for sequence in sequences:
         logprobs, entropy = reference_forward(model, sequence)
-        weight = torch.from_numpy(sequence.arrays["advantages"])
+        weight = torch.from_numpy(sequence.arrays["advantages"]).to(device)
         loss = loss - (weight * logprobs + ENTROPY_WEIGHT * entropy).sum() / total
         tokens.append(torch.stack([logprobs, entropy]).detach())
     return loss, torch.cat(tokens, 1)

@@ -2,7 +2,7 @@
 
     python -m tests.faults.resume_runs --runs 20 --write
 
-Every run trains on the same recorded batches (no engine is needed). One is left alone; each of the others is killed at a
+Every run trains on the same recorded batches, without engines. One is left alone; each of the others is killed at a
 moment drawn evenly over the time that one took, from its start to its end, resumed, and compared with it bit by bit.
 Trainers are forked from this process, so that a run is seconds and not the import of its libraries.
 """
@@ -133,8 +133,8 @@ def main() -> int:
     identical = sum(outcome.differing == 0 for outcome in outcomes)
     steps = Counter(outcome.committed for outcome in outcomes)
     conditions = (
-        f"of {len(outcomes)} runs; kill -9 at a random moment; {STEPS} steps on recorded batches, a generation every 3; "
-        f"steps committed at the kill: {', '.join(f'{step}: {count}x' for step, count in sorted(steps.items()))}; "
+        f"of {len(outcomes)} runs; kill -9 at a random moment; {STEPS} steps on recorded batches, a generation every "
+        f"3; steps committed at the kill: {', '.join(f'{step}: {count}x' for step, count in sorted(steps.items()))}; "
         f"{sum(outcome.saving for outcome in outcomes)} while a generation was being written; tiny Qwen3-MoE, float32, "
         "one rank; weights after the last step bit-identical to the uninterrupted run's"
     )
