@@ -12,7 +12,12 @@ import pytest
 
 from megatron_async.config.schema import EnvironmentConfig
 from megatron_async.rollout.environments import build_task_source
-from megatron_async.rollout.environments.base import AssistantTurn, EnvironmentFailure, ToolCall
+from megatron_async.rollout.environments.base import (
+    AssistantTurn,
+    EnvironmentFailure,
+    ReplayableTaskSource,
+    ToolCall,
+)
 from tests.unit.tau2_support import DOMAINS, altered, as_turn, domain, play, requires_tau2, sample_ids
 
 pytestmark = requires_tau2
@@ -232,6 +237,24 @@ def test_recorded_user_replays_and_notices_another_course(tmp_path: Path) -> Non
     replay = source_of("retail", user={"kind": "recorded", "transcripts": str(path)})
     with pytest.raises(EnvironmentFailure, match="has 1 user messages and the conversation needs another"):
         play_turns(replay, task_id, [AssistantTurn("a")])
+
+
+@pytest.mark.parametrize(("name", "solo"), [("retail", False), ("telecom", True)])
+def test_the_same_turns_get_the_same_answers(name: str, solo: bool) -> None:
+    source = source_of(name, solo)
+    task_id = sample_ids(name, 1, solo)[0]
+    turns = altered(source.context.domain.tasks[task_id], "gold", solo)
+
+    async def heard() -> list[Any]:
+        environment = environment_of(source, task_id)
+        return [await environment.reset(), *[await environment.step(as_turn(said)) for said in turns]]
+
+    assert isinstance(source, ReplayableTaskSource)
+    assert source.replayable(source.task(0))
+    assert asyncio.run(heard()) == asyncio.run(heard())
+    endpoint = {"kind": "endpoint", "endpoint": {"url": "http://127.0.0.1:9/v1"}}
+    asked = source_of("retail", user=endpoint)
+    assert not asked.replayable(asked.task(0))
 
 
 def test_own_prompt_and_short_tools_are_stamped(tmp_path: Path) -> None:

@@ -234,6 +234,10 @@ class Tau2Tasks:
             self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **stamp}
         )
 
+    def replayable(self, task: Task) -> bool:
+        """Whether the same turns get the same answers: without a language model as user."""
+        return self.options.solo or self.options.user.kind != "endpoint"
+
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Results in the benchmark's own format and a page for people; needs recorded transcripts."""
         stamp, endpoint = self.stamp(), self.context.user_endpoint
