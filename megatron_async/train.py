@@ -65,7 +65,10 @@ class Loop:
         with session.stage("update", step):
             results = [] if self.credit.holds_policy(step) else self.update(sequences, anchors)
         self.credit.learn(step)
-        published = self.advance(step, results) if any(r.skipped is None for r in results) else None
+        published = self.advance(step) if any(r.skipped is None for r in results) else None
+        # also after a step that was skipped because the mask took every token: an average restarts then
+        if (active := active_fraction(self.objective, results)) is not None:
+            self.old_logits.trained(active)
         session.interruption.release()
         session.finish_step(
             step, batch, anchors, self.objective, results, published, self.credit.take_metrics()
@@ -101,15 +104,12 @@ class Loop:
         sequences = self.session.policy.with_own_routing(sequences)
         return train_in_parts(self.session.policy, self.objective, sequences, anchors, parts)
 
-    def advance(self, step: int, results: list[TrainStepResult]) -> Published | None:
+    def advance(self, step: int) -> Published | None:
         """The updated weights become the next version: recorded, kept in the history, published when due."""
         session = self.session
         session.advance(step)
         with session.stage("capture", step):
             self.old_logits.updated(session.version, session.oldest_kept)
-            active = active_fraction(self.objective, results)
-            if active is not None:
-                self.old_logits.trained(active)
         with session.stage("publish", step):
             return session.publish()
 

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async.engine.gather import all_gather_json
 from megatron_async.engine.sequences import MicroBatch
 
 LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -61,12 +62,10 @@ class PassResult:
                 reported = {**result.stats, "": result.loss} if result.loss is not None else result.stats
                 for name, value in reported.items():
                     local[name] = np.asarray(local.get(name, 0.0) + value.double().cpu().numpy())
-        everywhere: list[dict[str, NDArray[np.float64]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, local)
         total: dict[str, NDArray[np.float64]] = {}
-        for part in everywhere:
+        for part in all_gather_json({name: amount.tolist() for name, amount in local.items()}):
             for name, amount in part.items():
-                total[name] = np.asarray(total.get(name, 0.0) + amount)
+                total[name] = np.asarray(total.get(name, 0.0) + np.asarray(amount, np.float64))
         return float(total.pop("", np.zeros(()))), total
 
 
@@ -87,7 +86,7 @@ def run_pass(
         chunks: this rank's model chunks (DDP-wrapped for training).
         micro_batches: equally many on every data-parallel rank.
         loss_fn: its part of the globally normalised loss and statistics to be summed; not called for micro-batches
-            without tokens. None runs forward only.
+            without tokens, but called where only this context-parallel rank's share has none. None runs forward only.
         readout: what the model's output says of each token.
     """
     results: list[MicroResult] = []
@@ -120,7 +119,7 @@ def _finish(
     packed = micro_batch.packed
     loss: Tensor | None = None
     stats: dict[str, Tensor] = {}
-    if loss_fn is not None and len(packed) > 0:
+    if loss_fn is not None and micro_batch.num_tokens > 0:
         loss, stats = loss_fn(packed, *values)
     results.append(
         MicroResult(

@@ -106,6 +106,7 @@ class MicroBatch:
         targets: int64 [S], the token that each position predicts (its own sequence's first token at the end).
         inverse_temperature: float32 [S].
         take: int64 [T], the position that predicts each token of ``packed``.
+        num_tokens: real tokens over all context-parallel ranks; T where there is one.
         routing: None where no sequence of it has a record.
     """
 
@@ -116,6 +117,7 @@ class MicroBatch:
     inverse_temperature: Tensor
     take: Tensor
     packed: Packed
+    num_tokens: int
     routing: Routing | None = None
 
 
@@ -197,6 +199,7 @@ def build_micro_batch(batch: BatchIndex, members: tuple[int, ...], cut: Cut) -> 
         inverse_temperature=tensor(1.0 / np.asarray(temperature, np.float32)[stream.member[local]]),
         take=tensor(speaking[order]),
         packed=_packed(batch, members, stream, spoken[order], tensor),
+        num_tokens=sum(lengths),
         routing=_routing(batch, members, padded, local, tensor),
     )
 

@@ -199,7 +199,8 @@ class TokenModel:
             loss_fn: ``(packed, *values) → (loss, stats)`` with the model's token values, [T] each (a policy's log-probs
                 and entropies, a critic's state values): the scalar part of the globally normalised loss that the
                 micro-batch's tokens contribute, and detached tensors to be summed over the batch. It is not called for
-                micro-batches without tokens.
+                micro-batches without tokens; of one that context-parallel ranks share, all of them call it, a rank
+                whose share is empty with T = 0, so that it may hold collectives over them.
 
         Raises:
             PackingError: a sequence longer than a micro-batch.
@@ -232,6 +233,11 @@ class TokenModel:
             micro_batches=len(plan.micro_batches[0]),
             fill=plan.fill,
         )
+
+    def sum_over_context(self, values: Tensor) -> Tensor:
+        """Add `values` over the ranks that hold shares of the same sequences, in place; returns it (collective)."""
+        torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
 
     def _record_routing(self, sequences: list[Sequence]) -> list[NDArray[np.int32]]:
         """Experts that the routers choose by themselves, [L, MoE layers, top-k] per sequence on every rank; the last
@@ -371,12 +377,6 @@ class TokenModel:
         """Swap other fp32 weights with the masters and into the model; a second call takes it back bit for bit."""
         self._required_optimizer().exchange_masters(values)
 
-    def _required_optimizer(self) -> Optimizer:
-        if self.optimizer is None:
-            raise RuntimeError(
-                f"this {type(self).__name__.lower()} was built without an optimiser; pass an OptimizerConfig to build"
-            )
-        return self.optimizer
     @property
     def has_masters(self) -> bool:
         """Whether a step moves fp32 masters first, and every weight follows them: what `observe_updates` needs."""
@@ -391,6 +391,12 @@ class TokenModel:
             raise RuntimeError("the weights have no fp32 masters of their own; a step writes them before it is seen")
         self._required_optimizer().observe(observer, self.named_parameters)
 
+    def _required_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"this {type(self).__name__.lower()} was built without an optimiser; pass an OptimizerConfig to build"
+            )
+        return self.optimizer
 
     @functools.cached_property
     def _export_plan(self) -> ExportPlan:

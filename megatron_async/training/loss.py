@@ -11,7 +11,14 @@ from torch import Tensor
 
 from megatron_async.engine.policy import Policy, TrainStepResult
 from megatron_async.engine.sequences import Packed, Sequence
-from megatron_async.objectives import BatchState, Normaliser, Objective, TokenBatch
+from megatron_async.objectives import (
+    BatchState,
+    ContextParallel,
+    EmptyBatch,
+    Normaliser,
+    Objective,
+    TokenBatch,
+)
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch import with_arrays
 
@@ -24,10 +31,16 @@ def global_counts(sequences: SequenceOf[Sequence]) -> Normaliser:
     return Normaliser(tokens=tokens, sequences=len(sequences))
 
 
-def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor, logprobs: Tensor) -> TokenBatch:
+def token_batch(
+    arrays: Mapping[str, Tensor],
+    sequence_ids: Tensor,
+    logprobs: Tensor,
+    context: ContextParallel | None = None,
+) -> TokenBatch:
     """The objective's view of packed tokens. Without `anchor_logprobs` the objective takes the forward's own.
 
-    logprobs: [T], of the starting weights; the anchor of tokens marked `anchor_is_current`.
+    logprobs: [T], of the starting weights; the anchor of tokens marked `anchor_is_current`. context: see
+    `shared_sequences`.
     """
     anchor, is_current = arrays.get("anchor_logprobs"), arrays.get("anchor_is_current")
     if anchor is not None and is_current is not None:
@@ -43,7 +56,17 @@ def token_batch(arrays: Mapping[str, Tensor], sequence_ids: Tensor, logprobs: Te
         reference_logprobs=arrays.get("reference_logprobs"),
         rewards=arrays["rewards"],
         age_seconds=arrays.get("age_seconds"),
+        context=context,
     )
+
+
+def shared_sequences(
+    policy: Policy, objective: Objective, sequences: SequenceOf[Sequence]
+) -> ContextParallel | None:
+    """How the objective sums over sequences of which each context-parallel rank holds a share; None: no need to."""
+    if policy.layout.context_parallel_size == 1 or "whole_sequences" not in objective.needs:
+        return None
+    return ContextParallel(len(sequences), policy.sum_over_context)
 
 
 def batch_state(
@@ -63,12 +86,18 @@ def batch_state(
 
 
 def policy_loss(
-    objective: Objective, normaliser: Normaliser, state: BatchState | None = None
+    objective: Objective,
+    normaliser: Normaliser,
+    state: BatchState | None = None,
+    context: ContextParallel | None = None,
 ) -> LossFunction:
-    """The engine's loss function for one batch; the loss is already divided by the global denominator."""
+    """The engine's loss function for one batch; the loss is already divided by the global denominator.
+
+    context: of `shared_sequences`, for the sequences that the step is given.
+    """
 
     def loss(packed: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = token_batch(packed.arrays, packed.sequence_ids, logprobs)
+        batch = token_batch(packed.arrays, packed.sequence_ids, logprobs, context)
         output = objective.loss(logprobs, batch, normaliser, entropy=entropy, state=state)
         return output.loss, {
             **output.stats,
@@ -84,7 +113,7 @@ def train_in_parts(
     """One optimiser step on each of `parts` disjoint parts of the batch; none for a batch without sequences.
 
     Each part is the global batch of its step: its own denominators, and its own statistics where the objective needs
-    them.
+    them. A part that the objective rejects as a whole makes no step, and its result says so.
     """
     whole = with_arrays(sequences, anchors)
     needs_state = "batch_statistics" in objective.needs
@@ -92,10 +121,22 @@ def train_in_parts(
     results = []
     for first in range(parts):
         part = whole[first::parts]
-        if part:
+        if not part:
+            continue
+        try:
             state = batch_state(objective, part, start[first::parts]) if needs_state else None
-            results.append(policy.train_step(part, policy_loss(objective, global_counts(part), state)))
+        except EmptyBatch as empty:
+            results.append(_no_step(empty))
+            continue
+        context = shared_sequences(policy, objective, part)
+        loss = policy_loss(objective, global_counts(part), state, context)
+        results.append(policy.train_step(part, loss))
     return results
+
+
+def _no_step(empty: EmptyBatch) -> TrainStepResult:
+    stats = {name: value.double().numpy() for name, value in empty.stats.items()} | {"entropy": np.zeros(())}
+    return TrainStepResult(0.0, 0.0, 0.0, stats, (), {}, skipped=str(empty), micro_batches=0, fill=0.0)
 
 
 def supervised_loss(actions: int, context: int, context_weight: float) -> LossFunction:

@@ -92,6 +92,7 @@ def test_every_step_trained_and_the_gap_is_bounded(finished: Path) -> None:
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert all(row["batch/trajectories"] == 12 for row in rows)
     assert max(row["version_gap/max"] for row in rows) <= 2
+    assert all(row["objective/staleness/seconds_mean"] > 0 for row in rows)
     assert sum(row["publish/bytes"] for row in rows) > 0
 
 
