@@ -18,12 +18,13 @@ from megatron_async.claim import claimed
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.fleet import fleet
 from megatron_async.observe import RunFiles
 from megatron_async.rollout import evaluation
 from megatron_async.rollout.chat_endpoint import EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
-from megatron_async.supervise import StopRequested, stop_on_signals
+from megatron_async.supervise import PartFailed, StopRequested, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +99,17 @@ def _options(config: RunConfig, policy: EvaluatedPolicy) -> EndpointOptions:
 def _checkpoint(config: RunConfig, folder: Path) -> EvaluationResult:
     files = RunFiles(folder)
     files.logs.mkdir(parents=True, exist_ok=True)
-    node = place(config)[0]
-    with launch.engines(config, files, node, config.engines.host) as servers:
-        urls = [server.url for server in servers]
-        return evaluation.evaluate_engines(config, urls, launch.engines_alive(servers), folder=folder)
+    engines = replace(config.engines, host="127.0.0.1", max_restarts=0)  # one that dies ends it: it can be repeated
+    config = replace(config, engines=engines)
+    with fleet(config, files, place(config)[0], engines.host, launch.say) as here:
+
+        def tick() -> None:
+            here.tick()
+            if here.hopeful < engines.count:
+                raise PartFailed("an engine ended:\n" + "\n".join(here.describe()))
+
+        urls = [engine.url for engine in here.engines]
+        return evaluation.evaluate_engines(config, urls, tick, folder=folder)
 
 
 def _write(result: EvaluationResult, folder: Path) -> None:

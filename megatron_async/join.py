@@ -7,11 +7,13 @@ survives it, whatever ends it.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 
 from megatron_async import launch, machines
 from megatron_async.config.placement import Node, place
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.fleet import Fleet, fleet
 from megatron_async.machines import Announcement, Machine, machine_file
 from megatron_async.observe import RunFiles
 from megatron_async.supervise import Part, StopRequested, stop_on_signals, supervised, watch
@@ -52,11 +54,35 @@ def _take_part(
     config: RunConfig, files: RunFiles, node: Node, lead: Machine, address: str, announcement: Announcement
 ) -> None:
     if node.engines:
-        with launch.engines(config, files, node, address) as servers:
-            announcement.set(phase=machines.READY, engines=[server.url for server in servers])
-            watch([], lambda: _ended(lead), launch.engines_alive(servers))
+        with fleet(config, files, node, address, logger.info) as here:
+            orders = _Orders(here, lead, announcement)
+            announcement.set(phase=machines.READY)
+            watch([], lambda: _ended(lead), here.tick, orders)
     else:
         _train(config, files, node, lead)
+
+
+class _Orders:
+    """What the lead asks of this machine's engines, and what it is told of them; called again and again."""
+
+    def __init__(self, here: Fleet, lead: Machine, announcement: Announcement) -> None:
+        self._here, self._lead, self._announcement = here, lead, announcement
+        self._told: dict[str, object] = {}
+        self()
+
+    def __call__(self) -> None:
+        said = self._lead.look() or {}
+        if "begin_with" in said:
+            path, version = said["begin_with"]
+            self._here.model_path, self._here.version = str(path), int(version)
+        for name in said.get("restart", []):
+            self._here.restart(str(name), f"was reported: {said.get('reason')}")
+        here = self._here
+        engines = [asdict(engine) for engine in here.engines]
+        news: dict[str, object] = {"engines": engines, "hopeful": here.hopeful, "describe": here.describe()}
+        if news != self._told:
+            self._announcement.set(**news)
+            self._told = news
 
 
 def _train(config: RunConfig, files: RunFiles, node: Node, lead: Machine) -> None:

@@ -6,22 +6,22 @@ run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_async import config as configuration
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PHASE, RESUMING, TRAINING
+from megatron_async.bank.requests import PHASE, PUBLISHED, RESUMING, TRAINING
 from megatron_async.claim import CLAIM_FILE, claimed
-from megatron_async.config.checks import is_local
 from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
+from megatron_async.engine_key import read_key
+from megatron_async.engine_watch import EngineWatch
 from megatron_async.errors import UserError
+from megatron_async.fleet import fleet
 from megatron_async.machines import Others, own_address
 from megatron_async.observe import RunFiles, append_evaluation, read_evaluations, read_metrics
 from megatron_async.observe.progress import Progress
@@ -30,21 +30,20 @@ from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.evaluation import evaluate_engines
+from megatron_async.router import router
+from megatron_async.silence import Silence
 from megatron_async.supervise import (
     Part,
-    PartFailed,
     StopRequested,
     python_module,
     stop_on_signals,
     supervised,
     watch,
 )
-from sglang_bridge import BridgeError, EngineServer, ServerOptions
+from sglang_bridge import BridgeError
 
 EXIT_STOPPED = 130
 """Exit code after Ctrl-C, as shells use it."""
-
-_ENGINE_STOP_S = 3.0
 
 
 def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address: str | None = None) -> int:
@@ -147,29 +146,39 @@ class _Steps:
 
 
 def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
-    with Bank.open(config.bank_url) as bank:
-        # Until the trainer has given the engines the version that it goes on from, they hold the first one.
-        bank.set_state(PHASE, RESUMING if bank.versions()[-1].version > 0 else TRAINING)
     nodes = place(config)
     with (
+        Bank.open(config.bank_url) as bank,
         _other_machines(config, files, nodes, address) as others,
-        engines(config, files, nodes[0], others.address) as servers,
+        fleet(config, files, nodes[0], others.address, say) as here,
+        router(config, files, say) as front,
+        EngineWatch(
+            config, here, others, bank, say, api_key=read_key(files.root), router=front.url, announce=front.follow
+        ) as watching,
     ):
-        _say(f"{len(servers)} engine(s) ready; logs are in {files.logs}")
-        urls = [*(server.url for server in servers), *others.engines(engines_alive(servers))]
-        write_engines(files, urls)
+        # Until the trainer has given the engines the version that it goes on from, they hold the first one.
+        bank.set_state(PHASE, RESUMING if bank.versions()[-1].version > 0 else TRAINING)
+        bank.set_state(PUBLISHED, "0")
+        others.gather(here.tick)
+        watching.begin()
+        say(f"{len(watching.urls)} engine(s) ready; logs are in {files.logs}")
+        ticks = (watching.tick, front.check)
         if not read_evaluations(config.run_path):
-            _evaluate(config, urls, 0, engines_alive(servers), others.check)
+            _evaluate(config, watching.wait(), 0, *ticks)
         others.train()
         trainer = trainer_part(config, files, others.address)
         with supervised([]) as parts, Progress(config) as progress:
             training = [*_scorer(config, files, nodes[0].scorer_devices), trainer]
             roles = Roles(config, training, rollout_part(files), parts)
-            roles.run(progress.refresh, engines_alive(servers), others.check)
-        _evaluate(config, urls, config.steps, engines_alive(servers), others.check)
+            roles.run(progress.refresh, Silence(config.run_path, say), *ticks)
+        watching.training_ended(files.checkpoint)
+        _evaluate(config, watching.wait(), config.steps, *ticks)
+    if here.restarts:
+        say("\n".join(here.describe()))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user."""
     print(text, flush=True)  # noqa: T201
 
 
@@ -209,51 +218,6 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         elif path.name != CLAIM_FILE:
             path.unlink()
-
-
-@contextmanager
-def engines(config: RunConfig, files: RunFiles, node: Node, host: str) -> Iterator[list[EngineServer]]:
-    """The inference servers that a machine holds, all ready, listening on `host` (or `engines.host`, if that is an
-    address that others can reach)."""
-    listen = host if is_local(config.engines.host) else config.engines.host
-    with ExitStack() as stack:
-        servers = []
-        if node.engines:
-            _say(f"starting {len(node.engines)} engine(s), which takes up to a minute or two")
-        for i, slot in enumerate(node.engines):
-            port = config.engines.base_port + i if config.engines.base_port else 0
-            server = EngineServer(
-                config.model.path,
-                listen,
-                port,
-                log_path=files.logs / f"engine_{slot.index}.log",
-                options=server_options(config, slot.devices),
-            )
-            stack.callback(server.stop, _ENGINE_STOP_S)
-            server.start()
-            servers.append(server)
-        for server in servers:
-            server.wait_ready(config.engines.start_deadline_s)
-        yield servers
-
-
-def write_engines(files: RunFiles, urls: list[str]) -> None:
-    """Tell trainer, rollout and other commands where the run's engines are."""
-    addresses = {"engines": [{"url": url} for url in urls]}
-    (files.root / "engines.json").write_text(json.dumps(addresses, indent=1))
-
-
-def server_options(config: RunConfig, devices: tuple[int, ...] = ()) -> ServerOptions:
-    """SGLang's options for one engine of this run. devices: the accelerators it may use; empty: all it finds."""
-    return ServerOptions(
-        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {},
-        dtype=config.model.dtype,
-        tensor_parallel_size=config.engines.tensor_parallel_size,
-        max_total_tokens=config.engines.max_total_tokens,
-        mem_fraction_static=config.engines.mem_fraction_static,
-        routed_experts=config.engines.routed_experts,
-        extra_args=config.engines.extra_args,
-    )
 
 
 def trainer_command(
@@ -309,19 +273,8 @@ def trainer_part(config: RunConfig, files: RunFiles, lead: str = "") -> Part:
     return Part("trainer", trainer_command(config, str(files.config), lead=lead), files.logs / "trainer.log")
 
 
-def engines_alive(servers: list[EngineServer]) -> Callable[[], None]:
-    """What notices an engine of this machine that died."""
-
-    def tick() -> None:
-        for server in servers:
-            if not server.alive():
-                raise PartFailed(f"the engine at {server.url} died; its log ends:\n{server.log_tail()}")
-
-    return tick
-
-
 def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]) -> None:
     """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile."""
-    _say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
+    say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
     result = evaluate_engines(config, urls, *ticks)
     append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})

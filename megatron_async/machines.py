@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
+from megatron_async.roster import Engine
 from megatron_async.supervise import PartFailed
 
 BEAT_S = 2.0
@@ -161,7 +162,8 @@ class Machine:
 class Others:
     """The other machines of a run, as the first one sees them; as a block it announces the first one to them.
 
-    engine_machines: numbers of those that hold engines; the rest train. With no other machine nothing is written.
+    engine_machines: numbers of those that hold engines, and nothing else; the rest train. A lost machine of the latter
+    kind ends the run, one with engines only takes its engines with it. With no other machine nothing is written.
     """
 
     def __init__(
@@ -171,6 +173,9 @@ class Others:
         self._machines = [Machine(files, number) for number in numbers]
         self._engine_machines, self._deadline_s = engine_machines, deadline_s
         self._announcement = Announcement(machine_file(files, 0), address=address)
+        self._said: dict[int, Mapping[str, Any]] = {}
+        self._lost: dict[int, str] = {}
+        self._asked: list[str] = []
 
     def __enter__(self) -> Self:
         if self._machines:
@@ -183,14 +188,11 @@ class Others:
         if self._machines:
             self._announcement.__exit__(kind, error, trace)
 
-    def engines(self, tick: Callable[[], None]) -> list[str]:
-        """Wait until every machine is there and its engines answer; their addresses, by machine."""
-        addresses: list[str] = []
+    def gather(self, tick: Callable[[], None]) -> None:
+        """Wait until every machine is there and its engines answer."""
         for machine in self._machines:
-            holds_engines = machine.number in self._engine_machines
-            said = machine.wait_for((READY,) if holds_engines else (STARTING,), self._deadline_s, tick)
-            addresses += said.get("engines", [])
-        return addresses
+            phase = READY if machine.number in self._engine_machines else STARTING
+            self._said[machine.number] = machine.wait_for((phase,), self._deadline_s, tick)
 
     def train(self) -> None:
         """Let the others' trainer ranks start."""
@@ -198,9 +200,47 @@ class Others:
             self._announcement.set(phase=TRAINING)
 
     def check(self) -> None:
-        """Raises PartFailed when one of them failed or fell silent."""
+        """Look at all of them.
+
+        Raises PartFailed when one that trains failed or fell silent.
+        """
         for machine in self._machines:
-            machine.look()
+            if machine.number in self._lost:
+                continue
+            try:
+                self._said[machine.number] = machine.look() or {}
+            except PartFailed as failure:
+                if machine.number not in self._engine_machines:
+                    raise
+                self._lost[machine.number] = str(failure)
+
+    # ------------------------------------------------------------------ their engines
+
+    def engines(self) -> list[Engine]:
+        """Engines over there that answer."""
+        return [Engine(**values) for said in self._hosting() for values in said.get("engines", [])]
+
+    def hopeful(self) -> int:
+        """Engines over there that answer or are being started."""
+        return sum(int(said.get("hopeful", 0)) for said in self._hosting())
+
+    def describe(self) -> list[str]:
+        """Why each lost machine is lost, and what the others say of their engines."""
+        return [*self._lost.values(), *(line for said in self._hosting() for line in said.get("describe", []))]
+
+    def restart(self, name: str, reason: str) -> None:
+        """Have an engine over there (by `Engine.name`) started again."""
+        if any(engine.name == name for engine in self.engines()):
+            self._asked.append(name)
+            self._announcement.set(restart=self._asked, reason=reason)
+
+    def begin_with(self, model_path: str, version: int) -> None:
+        """Have engines that are started again begin with these weights."""
+        if self._machines:
+            self._announcement.set(begin_with=[model_path, version])
+
+    def _hosting(self) -> list[Mapping[str, Any]]:
+        return [self._said.get(n, {}) for n in sorted(self._engine_machines) if n in self._said and n not in self._lost]
 
 
 def own_address() -> str:

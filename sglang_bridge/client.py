@@ -71,6 +71,8 @@ class EngineClient:
         in_place_updates: the engine's weights are updated with ``pause_mode="in_place"``, which keeps keys and
             values: spans then carry ``kv_version``. ``oldest_cached_version`` is what a reused prefix may date from
             (the version at the last flush; set it again after one).
+        router: the address is a router's, with several engines behind it: what one answer says of its engine is nothing
+            to conclude from about the next one's.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class EngineClient:
         vocab_size: int | None = None,
         routed_experts_shape: tuple[int, int] | None = None,
         in_place_updates: bool = False,
+        router: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self.control_deadline_s = control_deadline_s
@@ -92,6 +95,7 @@ class EngineClient:
         self.vocab_size = vocab_size
         self.routed_experts_shape = routed_experts_shape
         self.in_place_updates = in_place_updates
+        self.router = router
         self.oldest_cached_version = 0
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -182,7 +186,7 @@ class EngineClient:
         try:
             async for event in self._events(body):
                 chunk = answer.add(event)
-                if chunk is not None:
+                if chunk is not None and not self.router:
                     self._label = chunk.version_on_arrival
                 if chunk is not None and on_chunk is not None:
                     waiting = on_chunk(chunk)
@@ -264,10 +268,14 @@ class EngineClient:
     async def health(self) -> bool:
         """True when the engine's scheduler answers (also while it is paused)."""
         try:
-            await self.info()
+            await self.check()
         except EngineError:
             return False
         return True
+
+    async def check(self) -> None:
+        """Ask the engine's scheduler, or the router, whether it is there. Raises ``EngineError``."""
+        await self._call("GET", "/health" if self.router else "/server_info")
 
     async def info(self) -> dict[str, Any]:
         """``/server_info``: the server's arguments and live state, through its scheduler."""

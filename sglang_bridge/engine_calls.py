@@ -25,6 +25,7 @@ class EngineCalls:
         self.deadline_s = deadline_s
         self._api_key = api_key
         self._loop = BackgroundLoop("publisher")
+        self._closed = False
         self.clients: list[EngineClient] = []
         self.follow(urls)
 
@@ -46,7 +47,8 @@ class EngineCalls:
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
-        if self.clients:
+        if not self._closed:
+            self._closed = True
             self.follow([])
             self._loop.close()
 

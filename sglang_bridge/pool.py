@@ -55,6 +55,7 @@ class EnginePool:
         max_in_flight: most requests of this pool on one engine; further ones wait here, where they can still go to
             another engine.
         attempts: engines one request is tried on, the same one again where there is no other.
+        router: address of a router in front of the engines: requests go there, everything else to the engines.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class EnginePool:
         patience_s: float = 0.0,
         max_in_flight: int = 4096,
         attempts: int = 3,
+        router: str = "",
         **client_options: Any,
     ) -> None:
         if not urls:
@@ -84,6 +86,7 @@ class EnginePool:
         self.required_version = 0
         self._client_options = client_options
         self._members = [self._member(url) for url in urls]
+        self._router = Member(EngineClient(router, router=True, **client_options)) if router else None
         self._draining: list[Member] = []
         self._gone = ClientCounters()
         self._queue = asyncio.Lock()
@@ -107,8 +110,20 @@ class EnginePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for member in [*self._members, *self._draining]:
+        for member in self._all():
             await member.client.close()
+
+    def _all(self) -> list[Member]:
+        return [*self._watched, *self._draining]
+
+    @property
+    def _samplers(self) -> list[Member]:
+        """Where requests go."""
+        return self._members if self._router is None else [self._router]
+
+    @property
+    def _watched(self) -> list[Member]:
+        return self._members if self._router is None else [*self._members, self._router]
 
     # -- what it holds ------------------------------------------------------------------------------------------
 
@@ -136,7 +151,7 @@ class EnginePool:
     def counters(self) -> ClientCounters:
         """Sum of the counters of all clients, those of engines that left included."""
         total = ClientCounters()
-        for counters in (self._gone, *(m.client.counters for m in [*self._members, *self._draining])):
+        for counters in (self._gone, *(member.client.counters for member in self._all())):
             total.add(counters)
         return total
 
@@ -258,8 +273,9 @@ class EnginePool:
         async with self._queue:
             while True:
                 self._start_due_probes()
-                serving = [member for member in self._members if member.serves]
-                free = [member for member in serving if member.in_flight < self.max_in_flight]
+                serving = [member for member in self._samplers if member.serves]
+                limit = self.max_in_flight * (1 if self._router is None else max(1, len(self._members)))
+                free = [member for member in serving if member.in_flight < limit]
                 if free:
                     self._nobody_since = None
                     chosen = min(free, key=lambda member: (tried.count(member.client.url), member.in_flight))
@@ -277,13 +293,13 @@ class EnginePool:
         if now - self._asked_all_at >= self.probe_s:
             self._asked_all_at = now
             await self.probe()
-        if not self.healthy_urls:
+        if not any(member.serves for member in self._samplers):
             raise EngineUnreachable(self._nobody())
 
     def _nobody(self) -> str:
-        causes = "; ".join(member.last_failure or member.client.url for member in self._members)
+        causes = "; ".join(member.last_failure or member.client.url for member in self._samplers)
         waited = f" for {self.patience_s:g} s" if self.patience_s else ""
-        return f"no engine of {len(self._members)} can be reached{waited}: {causes or 'the list of engines is empty'}"
+        return f"no engine of {len(self._samplers)} can be reached{waited}: {causes or 'the list of engines is empty'}"
 
     # -- health -------------------------------------------------------------------------------------------------
 
@@ -294,7 +310,7 @@ class EnginePool:
 
     async def probe(self) -> None:
         """Ask every engine that is left out whether it can be taken back."""
-        await asyncio.gather(*(self._probe(m) for m in self._members if not m.serves and not m.probing))
+        await asyncio.gather(*(self._probe(m) for m in self._watched if not m.serves and not m.probing))
 
     async def _check(self, member: Member) -> None:
         try:
@@ -305,7 +321,7 @@ class EnginePool:
 
     def _start_due_probes(self) -> None:
         now = time.monotonic()
-        for member in self._members:
+        for member in self._watched:
             if member.probe_at is not None and now >= member.probe_at and not member.probing:
                 self._in_background(self._probe(member))
 
@@ -314,8 +330,8 @@ class EnginePool:
         member.probing = True
         try:
             await self._health(member)
-            version = await member.client.version()
-            if version < self.required_version:
+            version = None if member is self._router else await member.client.version()
+            if version is not None and version < self.required_version:
                 raise EngineError(f"holds version {version}, but {self.required_version} is required",
                                   url=member.client.url)
         except EngineError as error:
@@ -328,7 +344,7 @@ class EnginePool:
     async def _health(self, member: Member) -> None:
         try:
             async with asyncio.timeout(self.health_deadline_s):
-                await member.client.info()
+                await member.client.check()
         except TimeoutError as error:
             text = f"no answer to a health check in {self.health_deadline_s:g} s"
             raise EngineTimeout(text, url=member.client.url) from error

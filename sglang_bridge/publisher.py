@@ -112,8 +112,6 @@ class Publisher:
         address: str | None = None,
         api_key: str = "",
     ) -> None:
-        if not urls:
-            raise ValueError("a publisher needs at least one engine url")
         if transport not in ("distributed", "disk") or pause_mode not in ("retract", "abort", "in_place"):
             raise ValueError(f"unknown transport {transport!r} or pause mode {pause_mode!r}; transports are "
                              "distributed and disk, modes are retract, abort and in_place")
@@ -139,9 +137,8 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the process group and close all connections. Engines keep running. Idempotent."""
-        if self._calls.clients:
-            self._drop_group()
-            self._calls.close()
+        self._drop_group()
+        self._calls.close()
 
     @property
     def urls(self) -> list[str]:
@@ -149,13 +146,7 @@ class Publisher:
         return self._calls.urls
 
     def follow(self, urls: Sequence[str]) -> None:
-        """Publish to these engines from now on; the process group is built anew when they are others than before.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if not urls:
-            raise ValueError("a publisher needs at least one engine url")
+        """Speak to these engines from now on; the process group is built anew when they are others than before."""
         if list(urls) != self.urls:
             self._drop_group()
             self._calls.follow(urls)
@@ -170,6 +161,8 @@ class Publisher:
         """
         if self._group is not None:
             return
+        if not self.urls:
+            raise PublishError("there is no engine to publish to")
         infos = self._calls.everywhere("reach", lambda client: client.info())
         if self.pause_mode == "in_place":
             self._refuse_overlap(infos)
@@ -399,8 +392,9 @@ class Publisher:
                     raise
 
     def _quarantine(self, client: EngineClient) -> None:
-        self._calls.submit(client.pause("retract")).result()
-        self._calls.submit(client.abort_all()).result()
+        """Let it sample no further. Whether it still hears that does not matter: it is being reported."""
+        for call in (client.pause("retract"), client.abort_all()):
+            concurrent.futures.wait([self._calls.submit(call)], timeout=self.deadline_s)
 
     def _fail(
         self, step: str, calls: Sequence[Future[Any]], cause: RuntimeError, *, suspects: Sequence[str] = ()

@@ -14,3 +14,6 @@ nanoseconds since 1970, and so a new one each time."""
 
 WRITTEN_DOWN = "rollout/written_down"
 """The value of `WRITE_DOWN` that the rollout has answered."""
+
+PUBLISHED = "published_version"
+"""The version that the engines were last published: one that was started anew serves once it holds it. Empty: 0."""

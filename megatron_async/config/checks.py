@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 
+from megatron_async.config.engine_checks import engine_problems
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
 from megatron_async.config.objective_checks import advantage_problems, objective_problems, objective_warnings
@@ -213,7 +214,9 @@ def _check_rollout(config: RunConfig) -> list[str]:
 
 _POSITIVE = (
     "steps", "optimizer.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
-    "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s", "publish.bucket_bytes",
+    "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s",
+    "engines.health_deadline_s", "engines.restart_window_s", "engines.quorum", "engines.max_in_flight",
+    "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
     "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
     "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads", "cluster.join_deadline_s",
@@ -221,7 +224,7 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
-    "rollout.max_retries", "rollout.flush_s", "trainer.max_restarts", "snapshots.device_bytes",
+    "rollout.max_retries", "engines.max_restarts", "rollout.flush_s", "trainer.max_restarts", "snapshots.device_bytes",
     "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
@@ -354,7 +357,8 @@ def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: boo
     """
     layout_problems = _check_layout(config.layout)
     problems = _check_ranges(config) + layout_problems + _check_processes(config) + _check_batch(config)
-    problems += _check_rollout(config) + objective_problems(config) + advantage_problems(config)
+    problems += engine_problems(config) + _check_rollout(config)
+    problems += objective_problems(config) + advantage_problems(config)
     if needs_weights:
         problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]
     shape = read_shape(config.model.path)

@@ -314,7 +314,8 @@ class EngineConfig:
     count: int = 1
     """Servers to start. Generation scales with it; each holds a copy of the model."""
     host: str = "127.0.0.1"
-    """Address the servers listen on. Use an address other nodes can reach when rollout or trainer run elsewhere."""
+    """Address the servers listen on. Use an address other nodes can reach when rollout or trainer run elsewhere; the
+    servers then ask for a key, which is made for the run and lies in its folder (.engine_key)."""
     base_port: int = 0
     """Port of the first server; the others take the next ones. 0 picks free ports."""
     tensor_parallel_size: int = 1
@@ -325,7 +326,25 @@ class EngineConfig:
     """Share of device memory for weights and KV cache. Lower it when trainer and engine share a device or the
     host."""
     start_deadline_s: float = 300.0
-    """Longest wait for a server to answer. Then the run ends with the tail of the server's log."""
+    """Longest wait for a server to answer. At the beginning the run then ends with the tail of the server's log; later,
+    when the server is started again, that counts as a failure."""
+    health_deadline_s: float = 60.0
+    """Longest silence of a server, beyond `publish.deadline_s` (it may be deaf while it loads weights), before it is
+    taken for frozen, killed and started again."""
+    max_restarts: int = 3
+    """How often one server is started again within `restart_window_s` before it is given up. It takes requests again
+    once it holds the published version. 0 gives up at the first failure."""
+    restart_window_s: float = 1800.0
+    """Failures older than this are forgotten."""
+    quorum: int = 1
+    """Fewest servers with which the run goes on. Those being started again count; with fewer the run ends and says why
+    each was given up."""
+    max_in_flight: int = 1024
+    """Most requests of the rollout on one server at once; further ones wait in the rollout, where they can still go to
+    another server."""
+    router: bool = False
+    """Put sglang-router in front of the servers: it spreads requests by the prefixes that each server has in its cache.
+    Weights and pauses still go to the servers directly."""
     routed_experts: bool = False
     """Record which experts each token was routed to, so that the trainer can replay them. Costs bytes per token."""
     extra_args: tuple[str, ...] = ()

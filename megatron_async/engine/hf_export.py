@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_async.engine.gather import all_gather_json
 from megatron_async.engine.hf_reader import INDEX_FILE, SINGLE_FILE
 from megatron_async.engine.hf_weights import Index, NameTable, Piece, Row, WeightMismatch
 
@@ -46,12 +47,10 @@ class ExportPlan:
     ) -> None:
         self._local = {(piece.row.hf_name, piece.index): piece for piece in pieces}
         self._dtype, self._device = pieces[0].view.dtype, pieces[0].view.device
-        gathered: list[list[tuple[str, Index]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, list(self._local))
         owners: dict[str, dict[Index, int]] = {}
-        for rank, names in enumerate(gathered):
+        for rank, names in enumerate(all_gather_json(list(self._local))):
             for name, index in names:
-                owners.setdefault(name, {}).setdefault(index, rank)
+                owners.setdefault(name, {}).setdefault(tuple((start, end) for start, end in index), rank)
         _check_coverage(table, owners)
         parts = [
             [Part(row, index, rank) for index, rank in owners[row.hf_name].items()] for row in table.rows

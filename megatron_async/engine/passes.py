@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async.engine.gather import all_gather_json
 from megatron_async.engine.sequences import MicroBatch
 
 LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -61,12 +62,10 @@ class PassResult:
                 reported = {**result.stats, "": result.loss} if result.loss is not None else result.stats
                 for name, value in reported.items():
                     local[name] = np.asarray(local.get(name, 0.0) + value.double().cpu().numpy())
-        everywhere: list[dict[str, NDArray[np.float64]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, local)
         total: dict[str, NDArray[np.float64]] = {}
-        for part in everywhere:
+        for part in all_gather_json({name: amount.tolist() for name, amount in local.items()}):
             for name, amount in part.items():
-                total[name] = np.asarray(total.get(name, 0.0) + amount)
+                total[name] = np.asarray(total.get(name, 0.0) + np.asarray(amount, np.float64))
         return float(total.pop("", np.zeros(()))), total
 
 

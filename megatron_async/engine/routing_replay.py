@@ -16,16 +16,16 @@ Invariants:
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_async.engine.gather import all_gather_json
 from megatron_async.engine.hf_config import HFConfig
 from megatron_async.engine.sequences import Array, MicroBatch, Routing, Sequence
 
@@ -219,8 +219,7 @@ class RoutingReplay:
     def take_metrics(self) -> dict[str, float]:
         """Metrics since they were last taken, equal on all ranks (collective)."""
         tally, self._tally = self._tally, Tally()
-        counts: list[Tally] = [tally] * dist.get_world_size()
-        dist.all_gather_object(counts, tally)
+        counts = [Tally(**values) for values in all_gather_json(asdict(tally))]
         slots = max(1, sum(count.slots for count in counts))
         return {
             "routing_replay/replayed": tally.replayed / max(1, tally.sequences),

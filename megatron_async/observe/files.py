@@ -10,6 +10,8 @@ runs/<name>/
   restarts.jsonl       one row for each part that ended by itself and was started again
   tensorboard/         the metrics as TensorBoard events
   logs/                output of every process
+  engines.json         the engines, and which of them serve
+  .engine_key          what they ask for, where others could reach them
   bank.sqlite          trajectories, versions, steps
   checkpoint/          final policy in Hugging Face format
   critic/              final critic, as a token classifier in Hugging Face format, where there is one
@@ -33,6 +35,10 @@ class RunFiles:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def engine_key(self) -> Path:
+        return self.root / ".engine_key"
 
     @property
     def metrics(self) -> Path:

@@ -29,8 +29,10 @@ from typing import Any
 
 from megatron_async.bank import Bank, OpenGroup, State
 from megatron_async.config.schema import RunConfig
+from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.observe import StatusWriter, Timeline
+from megatron_async.rollout import collecting_garbage
 from megatron_async.rollout.admission import StalenessAdmission
 from megatron_async.rollout.agent_loop import (
     Chat,
@@ -42,7 +44,7 @@ from megatron_async.rollout.agent_loop import (
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
 from megatron_async.rollout.cut_episodes import CutEpisodes
-from megatron_async.rollout.engines import EngineVersions, build_pool, engine_urls
+from megatron_async.rollout.engines import EngineVersions, build_pool, serving_engines, with_engines
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.ledger import BankView, Ledger
@@ -469,15 +471,20 @@ def main(config: RunConfig) -> int:
 
 
 async def _main(config: RunConfig) -> int:
+    with Bank.open(config.bank_url) as bank, hidden_credentials(config):  # the bank's own may be in the environment
+        await _roll_out(config, bank)
+    return 0
+
+
+async def _roll_out(config: RunConfig, bank: Bank) -> None:
     chat = ChatFormat(config.model.path)
     source = build_task_source(config.environment, "train", config.seed)
     status, timeline = StatusWriter(config.run_path, "rollout"), Timeline(config.run_path, "rollout")
-    async with build_pool(config, engine_urls(config.run_path)) as pool:
-        with Bank.open(config.bank_url) as bank:
-            controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, controller.stop, number.name)
-            await controller.run()
+    urls = await serving_engines(config.run_path, config.engines.start_deadline_s)
+    async with build_pool(config, urls) as pool, collecting_garbage.rarely():
+        controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, controller.stop, number.name)
+        await with_engines(pool, config.run_path, controller.run())
     timeline.close()
-    return 0

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config.schema import RunConfig
+from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, append_evaluation, read_metrics
 from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, Sampler, run_episode
 from megatron_async.rollout.chat import ChatFormat
-from megatron_async.rollout.engines import build_pool, engine_urls
+from megatron_async.rollout.engines import build_pool, engine_urls, of_run, with_engines
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource, Task, TaskSource
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
@@ -36,6 +37,7 @@ from sglang_bridge.event_loop import BackgroundLoop
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_QUERY_S = 30.0
 _PROGRESS_S = 15.0
 
 Player = Callable[[Task, str], Awaitable[EvaluatedEpisode]]
@@ -170,7 +172,8 @@ def evaluate_engines(
     journal go (None: the run's).
     """
     folder = folder or RunFiles(config.run_path).evaluation
-    return run_blocking(_evaluate_engines(config, urls, folder), *ticks)
+    with hidden_credentials(config):
+        return run_blocking(_evaluate_engines(config, urls, folder), *ticks)
 
 
 def run_blocking(
@@ -197,17 +200,16 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
     sampling = evaluation_sampling(config.rollout, config.evaluation.temperature)
     limits = replace(EpisodeLimits.from_config(config), routed_experts=False)
     async with build_pool(config, list(urls)) as pool:
-        versions = await asyncio.gather(*(client.version() for client in pool.clients))
+        versions = (await pool.versions(_QUERY_S)).values()
         conditions = {
             "model": config.model.path,
-            "versions": list(versions),
+            "versions": sorted(set(versions)),
             "sampling": asdict(sampling),
             "limits": asdict(limits),
             "environment": asdict(config.environment),
         }
-        return await journalled(
-            config, engine_player(pool, source, chat, sampling, limits), source, conditions, folder
-        )
+        work = journalled(config, engine_player(pool, source, chat, sampling, limits), source, conditions, folder)
+        return await (with_engines(pool, config.run_path, work) if of_run(config.run_path, urls) else work)
 
 
 async def journalled(

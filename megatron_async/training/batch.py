@@ -25,7 +25,7 @@ from megatron_async.trajectory import Trajectory
 
 IdleWork = Callable[[list[Trajectory]], None]
 
-_BATCH, _MEANWHILE = b"B", b"M"
+_BATCH, _MEANWHILE, _LATE = b"B", b"M", b"L"
 
 
 class BatchDeadline(UserError):
@@ -69,16 +69,25 @@ class Batch:
 class BatchFeed:
     """Takes batches from the bank on rank 0 and hands the same trajectories to every rank.
 
-    bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display).
+    bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display). anyone_late: on rank
+    0, asked while waiting whether an engine needs weights; catch_up: then called on every rank.
     """
 
     def __init__(
-        self, config: RunConfig, control: Control, bank: Bank | None, on_wait: Callable[[str], None]
+        self,
+        config: RunConfig,
+        control: Control,
+        bank: Bank | None,
+        on_wait: Callable[[str], None],
+        anyone_late: Callable[[], bool] | None = None,
+        catch_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._control = control
         self._bank = bank
         self._on_wait = on_wait
+        self._anyone_late = anyone_late
+        self._catch_up = catch_up
         self._offered: set[str] = set()
 
     def take(self, step: int, oldest: int, idle: IdleWork | None = None) -> list[Trajectory]:
@@ -93,6 +102,9 @@ class BatchFeed:
             message = self._control.from_rank_zero(
                 lambda: self._next(step, oldest, started, idle is not None)
             )
+            if message == _LATE:
+                self._catch_up()
+                continue
             trajectories = [Trajectory.from_bytes(part) for part in split_messages(message[1:])]
             if message[:1] == _BATCH or idle is None:
                 self._offered -= {trajectory.trajectory_id for trajectory in trajectories}
@@ -114,6 +126,8 @@ class BatchFeed:
             if waited > config.trainer.deadline_s:
                 raise BatchDeadline(self._deadline_message(step, waited))
             self._on_wait(self._progress(step))
+            if self._anyone_late is not None and self._anyone_late():
+                return _LATE
             if has_idle_work and (offered := self._offer(oldest)):
                 return _MEANWHILE + join_messages([trajectory.to_bytes() for trajectory in offered])
             time.sleep(config.rollout.poll_s / 2)

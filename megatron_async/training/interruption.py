@@ -15,8 +15,8 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.training.batch import join_messages, split_messages
 from megatron_async.training.control import Control
+from megatron_async.training.engine_group import EngineGroup
 from megatron_async.trajectory import Trajectory
-from sglang_bridge import Publisher
 
 _LOOK_S = 0.02
 
@@ -26,15 +26,15 @@ class InterruptionDeadline(UserError):
 
 
 class Interruption:
-    """bank, publisher: on rank 0 only."""
+    """bank, engines: on rank 0 only."""
 
     def __init__(
-        self, config: RunConfig, control: Control, bank: Bank | None, publisher: Publisher | None
+        self, config: RunConfig, control: Control, bank: Bank | None, engines: EngineGroup | None
     ) -> None:
         self._deadline_s = config.publish.deadline_s
         self._control = control
         self._bank = bank
-        self._publisher = publisher
+        self._engines = engines
         self._held_at: float | None = None
         self._metrics: dict[str, float] = {}
 
@@ -50,9 +50,9 @@ class Interruption:
         return [Trajectory.from_bytes(part) for part in split_messages(message)]
 
     def _collect(self, version: int) -> bytes:
-        assert self._bank is not None and self._publisher is not None, "rank 0 owns bank and publisher"
+        assert self._bank is not None and self._engines is not None, "rank 0 owns bank and engines"
         self._held_at = started = time.monotonic()
-        asked = str(int(self._publisher.hold() * 1e9))
+        asked = str(int(self._engines.hold() * 1e9))
         self._bank.set_state(WRITE_DOWN, asked)
         while self._bank.get_state(WRITTEN_DOWN) != asked:
             if time.monotonic() - started > self._deadline_s:
@@ -67,8 +67,8 @@ class Interruption:
 
     def release(self) -> None:
         """Let held engines go on; nothing to do where publishing has."""
-        if self._publisher is not None and self._held_at is not None:
-            self._publisher.release()
+        if self._engines is not None and self._held_at is not None:
+            self._engines.release()
         self.published()
 
     def published(self) -> None:

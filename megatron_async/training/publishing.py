@@ -1,7 +1,8 @@
 """The trainer's side of publishing: its shards stream through rank 0 to the engines, and the result is verified.
 
-Invariant: ranks never desynchronise. The export is a collective that every rank runs to its end, also when the
-engines fail; the failure is raised on all ranks afterwards.
+Invariants: ranks never desynchronise (the export is a collective that every rank runs to its end, also when the
+engines fail; the failure is raised on all ranks afterwards); an engine that fails costs one more export, not the run:
+the version is sent again to the others, and the engine catches up when it is back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_async.config.schema import PublishConfig
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
 from megatron_async.training.control import Control
-from sglang_bridge import Canary, Publisher
+from megatron_async.training.engine_group import EngineGroup
+from sglang_bridge import Canary, Publisher, PublishError
 
 _CANARY_LENGTH = 48
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
@@ -44,7 +46,7 @@ class Published:
 class WeightPublisher:
     """Sends the policy's weights to every engine after each `publish.every`-th update.
 
-    publisher: the bridge's publisher, on rank 0 only; None elsewhere.
+    engines: on rank 0 only; None elsewhere.
     """
 
     def __init__(
@@ -52,13 +54,13 @@ class WeightPublisher:
         config: PublishConfig,
         policy: Policy,
         control: Control,
-        publisher: Publisher | None,
+        engines: EngineGroup | None,
         folder: Path,
     ) -> None:
         self._config = config
         self._policy = policy
         self._control = control
-        self._publisher = publisher
+        self._engines = engines
         self._folder = folder
 
     def due(self, version: int) -> bool:
@@ -66,23 +68,78 @@ class WeightPublisher:
         return version % self._config.every == 0
 
     def publish(self, version: int) -> Published:
-        """Publish the resident weights as `version`; raises PublishError on every rank when an engine fails."""
+        """Publish the resident weights as `version` to every engine that is there, again to the rest when one fails.
+
+        Raises PublishError on every rank when no engine is to blame.
+        """
         started = time.monotonic()
         canary = self._canary(version)
-        if self._config.transport == "disk":
-            report = self._from_disk(version, canary)
-        else:
-            report = self._over_group(version, canary)
-        values = self._control.json_from_rank_zero(lambda: report())
-        return Published(version=version, seconds=time.monotonic() - started, **values)
+        while True:
+            values = self._try(version, canary)
+            if values is not None:
+                return Published(version=version, seconds=time.monotonic() - started, **values)
 
-    def _over_group(self, version: int, canary: Canary | None) -> Report:
+    def _try(self, version: int, canary: Canary | None) -> dict[str, Any] | None:
+        if not self._control.json_from_rank_zero(self._present):
+            nobody: dict[str, Any] = self._control.json_from_rank_zero(lambda: self._nobody(version))
+            return nobody
+        publisher = self._engines.publisher if self._engines is not None else None
+        report = self._send(publisher, version, canary)
+        values: dict[str, Any] | None = self._control.json_from_rank_zero(lambda: self._outcome(report, version))
+        return values
+
+    def _present(self) -> int:
+        assert self._engines is not None, "rank 0 owns the engines"
+        return self._engines.refresh()
+
+    def _outcome(self, report: Report, version: int) -> dict[str, Any] | None:
+        """What publishing cost, or None when it is to be done again without the engines that failed."""
+        assert self._engines is not None, "rank 0 owns the engines"
+        try:
+            values = report()
+        except PublishError as error:
+            self._engines.leave_out(error)
+            return None
+        self._engines.published(version)
+        return values
+
+    def _nobody(self, version: int) -> dict[str, Any]:
+        """No engine is there: whichever comes back is late, and gets the weights while the trainer waits."""
+        assert self._engines is not None, "rank 0 owns the engines"
+        self._engines.published(version)
+        return {"paused_seconds": 0.0, "bytes": 0, "aborted_tokens": 0}
+
+    def catch_up(self, version: int) -> None:
+        """Publish the resident weights to the engines that are late, and to no others. Collective."""
+        canary = self._canary(version)
+        publisher = self._engines.to_late_ones() if self._engines is not None else None
+        try:
+            report = self._send(publisher, version, canary)
+            self._control.json_from_rank_zero(lambda: self._caught_up(report))
+        finally:
+            if publisher is not None:
+                publisher.close()
+
+    def _caught_up(self, report: Report) -> None:
+        assert self._engines is not None, "rank 0 owns the engines"
+        try:
+            report()
+        except PublishError as error:
+            self._engines.leave_out(error)
+        else:
+            self._engines.caught_up()
+
+    def _send(self, publisher: Publisher | None, version: int, canary: Canary | None) -> Report:
+        if self._config.transport == "disk":
+            return self._from_disk(publisher, version, canary)
+        return self._over_group(publisher, version, canary)
+
+    def _over_group(self, publisher: Publisher | None, version: int, canary: Canary | None) -> Report:
         export = self._policy.export()
-        if self._publisher is None:
+        if publisher is None:
             for _ in export:
                 continue
             return dict
-        publisher = self._publisher
         try:
             outcome = publisher.publish(
                 version, _on_rank_zero(export), canary=canary, checksum=self._verifies("checksum", version)
@@ -93,12 +150,11 @@ class WeightPublisher:
             return _raiser(error)
         return lambda: _fields(outcome)
 
-    def _from_disk(self, version: int, canary: Canary | None) -> Report:
+    def _from_disk(self, publisher: Publisher | None, version: int, canary: Canary | None) -> Report:
         path = self._folder / f"version_{version:06d}"
         self._policy.save_hf(path)
-        if self._publisher is None:
+        if publisher is None:
             return dict
-        publisher = self._publisher
 
         def report() -> dict[str, Any]:
             outcome = publisher.publish_from_disk(version, path, canary=canary)

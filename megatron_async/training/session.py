@@ -6,7 +6,6 @@ it; a step is committed to the bank exactly once, after its update; only rank 0 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -24,12 +23,12 @@ from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch import Batch, BatchFeed
 from megatron_async.training.checkpointing import Checkpoints, Stateful
 from megatron_async.training.control import Control
+from megatron_async.training.engine_group import EngineGroup
 from megatron_async.training.interruption import Interruption
 from megatron_async.training.lineage import Lineage
 from megatron_async.training.metrics import filter_metrics, step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
 from megatron_async.training.scores import KeptScores
-from sglang_bridge import Publisher
 
 _CONTROL_MARGIN_S = 120.0
 
@@ -49,12 +48,13 @@ class Session:
             MetricsWriter(config.run_path, tensorboard=config.observe.tensorboard) if leads else None
         )
         self.timeline = Timeline(config.run_path if leads else None, "trainer")
-        self.feed = BatchFeed(config, control, self.bank, self._waiting)
-        self._bridge = self._connect() if leads else None
+        self._engines = self._connect() if leads else None
         self.publisher = WeightPublisher(
-            config.publish, policy, control, self._bridge, config.run_path / "published"
+            config.publish, policy, control, self._engines, config.run_path / "published"
         )
-        self.interruption = Interruption(config, control, self.bank, self._bridge)
+        anyone_late = self._engines.anyone_late if self._engines is not None else None
+        self.feed = BatchFeed(config, control, self.bank, self._waiting, anyone_late, self._catch_up)
+        self.interruption = Interruption(config, control, self.bank, self._engines)
         self.scores = KeptScores(config, control, self.bank)
         self.checkpoints = Checkpoints(config, policy, control)
         self.lineage = Lineage()
@@ -193,23 +193,20 @@ class Session:
     def close(self) -> None:
         """Idempotent; also on failure."""
         self.checkpoints.abandon()
-        for part in (self._bridge, self.bank, self.metrics, self.status, self.timeline):
+        for part in (self._engines, self.bank, self.metrics, self.status, self.timeline):
             if part is not None:
                 part.close()
         platform.shutdown()
 
-    def _connect(self) -> Publisher:
-        config = self.config.publish
-        engines: list[dict[str, Any]] = json.loads((self.files.root / "engines.json").read_text())["engines"]
-        publisher = Publisher(
-            [engine["url"] for engine in engines],
-            transport=config.transport,
-            pause_mode=config.pause_mode,
-            bucket_bytes=config.bucket_bytes,
-            deadline_s=config.deadline_s,
-        )
-        publisher.connect()
-        return publisher
+    def _connect(self) -> EngineGroup:
+        assert self.bank is not None, "rank 0 owns the bank"
+        engines = EngineGroup(self.config.publish, self.bank, self.files.root)
+        engines.connect()
+        return engines
+
+    def _catch_up(self) -> None:
+        """Engines that came back get the resident weights while there is nothing else to do."""
+        self.publisher.catch_up(self.version)
 
     def _waiting(self, what: str) -> None:
         if self.status:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_bridge import Canary, Publisher
+from sglang_bridge import Canary, Publisher, PublishError
 from sglang_bridge.buckets import pack
 from sglang_bridge.checksum import EngineChecksums, engine_place
 
@@ -128,9 +128,13 @@ def test_parts_only_one_side_has_do_not_pass() -> None:
         sums(incomplete).compare(reported)
 
 
+def test_publishing_to_nobody_is_an_error() -> None:
+    with Publisher([]) as publisher, pytest.raises(PublishError, match="no engine to publish to"):
+        publisher.publish(1, iter(()))
+
+
 def test_publishers_and_canaries_refuse_what_cannot_work() -> None:
     for arguments, message in [
-        ({"urls": []}, "at least one engine"),
         ({"urls": ["http://x"], "transport": "pigeon"}, "unknown transport 'pigeon'"),
         ({"urls": ["http://x"], "pause_mode": "nap"}, "pause mode 'nap'"),
         ({"urls": ["http://x"], "bucket_bytes": 0}, "bucket_bytes must be positive"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from megatron_async import join, launch, machines
 from megatron_async.config import from_dict
 from megatron_async.errors import UserError
+from megatron_async.fleet import server_options
 from megatron_async.machines import Announcement, Machine, Others, machine_file
 from megatron_async.observe import RunFiles
+from megatron_async.roster import Engine
 from megatron_async.supervise import PartFailed, watch
 
 
@@ -116,16 +119,70 @@ def test_the_first_machine_gathers_engines_in_order_and_starts_the_others(files,
         Announcement(trainer, beat_s=0.01, address="10.0.0.2"),
         Announcement(engines, beat_s=0.01, address="10.0.0.3") as holder,
     ):
-        holder.set(phase=machines.READY, engines=["http://10.0.0.3:1", "http://10.0.0.3:2"])
-        assert others.engines(lambda: None) == ["http://10.0.0.3:1", "http://10.0.0.3:2"]
+        held = [Engine(index, f"http://10.0.0.3:{index}") for index in (1, 2)]
+        holder.set(phase=machines.READY, engines=[asdict(engine) for engine in held], hopeful=2)
+        others.gather(lambda: None)
+        assert others.engines() == held
+        assert others.hopeful() == 2
         others.train()
         said = json.loads(machine_file(files, 0).read_text())
         assert (said["phase"], said["address"]) == (machines.TRAINING, "10.0.0.1")
         others.check()
     assert json.loads(machine_file(files, 0).read_text())["phase"] == machines.ENDED
     with Others(files, [], set(), "127.0.0.1", 10) as alone:
-        assert alone.engines(lambda: None) == []
+        alone.gather(lambda: None)
+        assert (alone.engines(), alone.hopeful()) == ([], 0)
 
+
+def test_a_lost_machine_that_only_holds_engines_takes_them_with_it_and_no_more(files, monkeypatch):
+    with Others(files, [1, 2], {1, 2}, "10.0.0.1", 10) as others:
+        with Announcement(machine_file(files, 1), beat_s=0.01, address="10.0.0.2") as kept:
+            lost = Announcement(machine_file(files, 2), beat_s=0.01, address="10.0.0.3")
+            lost.__enter__()
+            for number, holder in ((1, kept), (2, lost)):
+                engines = [asdict(Engine(number, f"http://10.0.0.9:{number}"))]
+                holder.set(phase=machines.READY, engines=engines, hopeful=1)
+            others.gather(lambda: None)
+            assert others.hopeful() == 2
+            lost.__exit__(RuntimeError, RuntimeError("out of memory"), None)
+            others.check()
+            assert [engine.index for engine in others.engines()] == [1]
+            assert others.hopeful() == 1
+            assert "machine 2 (10.0.0.3) failed: RuntimeError: out of memory" in others.describe()[0]
+
+
+def test_an_engine_of_another_machine_is_started_again_when_asked_for(files, monkeypatch):
+    class Here:
+        hopeful, model_path, version = 1, "m", 0
+        engines = [Engine(0, "http://10.0.0.3:1")]
+        restarted: list[tuple[str, str]] = []
+
+        def describe(self) -> list[str]:
+            return ["engine 0: running"]
+
+        def restart(self, name: str, reason: str) -> None:
+            self.restarted.append((name, reason))
+
+    monkeypatch.setattr(machines, "BEAT_S", 0.01)
+    here = Here()
+    with (
+        Others(files, [1], {1}, "10.0.0.1", 10) as others,
+        Announcement(machine_file(files, 1), beat_s=0.01, address="10.0.0.3") as announcement,
+    ):
+        announcement.set(phase=machines.READY)
+        lead = Machine(files, 0)
+        lead.wait_for((machines.STARTING,), 30, lambda: None)
+        orders = join._Orders(here, lead, announcement)
+        others.gather(lambda: None)
+        others.check()
+        others.restart("0.0", "holds no weights")
+        others.begin_with("final", 7)
+        limit = time.monotonic() + 30
+        while not here.restarted or here.version != 7:
+            assert time.monotonic() < limit
+            orders()
+    assert here.restarted[0] == ("0.0", "was reported: holds no weights")
+    assert (here.model_path, here.version) == ("final", 7)
 
 def make_config(tmp_path: Path, **sections):
     return from_dict({"name": "run", "run_dir": str(tmp_path), "model": {"path": "m"}, **sections})
@@ -155,8 +212,8 @@ def test_trainer_command_of_one_and_of_several_machines(tmp_path):
 
 def test_engines_see_only_their_own_devices(tmp_path):
     config = make_config(tmp_path)
-    assert launch.server_options(config, (4, 5)).environment == {"CUDA_VISIBLE_DEVICES": "4,5"}
-    assert launch.server_options(config).environment == {}
+    assert server_options(config, (4, 5)).environment == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert server_options(config).environment == {}
 
 
 def test_a_number_that_is_no_machine_is_refused(tmp_path):

@@ -1,0 +1,87 @@
+"""One of two engines is killed during a run: the run finishes, nothing is lost, the engine is back with its weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.bank import Bank
+from megatron_async.bank.requests import PUBLISHED
+from megatron_async.observe import read_evaluations, read_metrics
+from megatron_async.roster import Engine, read_roster
+from tests.live.test_main_job import checkpoint, processes_of, start, write_config  # noqa: F401  (a fixture)
+from tests.live.under_way import with_client
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 6
+FREE_STEPS = 3  # steps whose tasks are not held
+
+
+def wait_until(condition: Callable[[], bool], alive: Callable[[], bool], what: str, deadline_s: float = 400.0) -> None:
+    limit = time.monotonic() + deadline_s
+    while not condition():
+        assert alive(), f"the run ended before {what}"
+        assert time.monotonic() < limit, f"{what}: not within {deadline_s:g} s"
+        time.sleep(0.2)
+
+
+def kill(engine: Engine) -> None:
+    """SIGKILL to the server process alone, as the kernel does it; its children see to themselves."""
+    port = engine.url.rsplit(":", 1)[1]
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "sglang_bridge.serve" in words and words[words.index("--port") + 1] == port:
+            process.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"no server listens on {engine.url}")
+
+
+@pytest.mark.parametrize("router", [False, True], ids=["direct", "router"])
+def test_a_killed_engine_comes_back_with_the_published_version(
+    router: bool, checkpoint: Path, tmp_path: Path  # noqa: F811
+) -> None:
+    go = tmp_path / "go"
+    config = write_config(
+        tmp_path, checkpoint, steps=STEPS, layout={"world_size": 1},
+        engines={"count": 2, "router": router, "mem_fraction_static": 0.1, "max_total_tokens": 32768},
+        environment={"name": "tests.live.held_tasks:build", "options": {"file": str(go), "free": 3 * FREE_STEPS}},
+        trainer={"deadline_s": 600},
+    )  # fmt: skip
+    run = tmp_path / "runs" / "job"
+    job = start(config)
+    try:
+        wait_until(lambda: len(read_metrics(run)) >= 2, lambda: job.poll() is None, "two steps")
+        (victim,) = [engine for engine in read_roster(run) if engine.index == 1]
+        kill(victim)
+        wait_until(
+            lambda: any(engine.name == "1.1" and engine.serves for engine in read_roster(run)),
+            lambda: job.poll() is None, "the engine serves again",
+        )  # fmt: skip
+        (back,) = [engine for engine in read_roster(run) if engine.index == 1]
+        with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
+            published = int(bank.get_state(PUBLISHED) or 0)
+        assert published >= 2
+        assert with_client(back.url, lambda client: client.version()) >= published
+        go.write_text("")
+        output, _ = job.communicate(timeout=500)
+    finally:
+        for process in processes_of(tmp_path):
+            process.kill()
+    assert job.returncode == 0, output
+    assert "engine 1: running, started again 1 time(s); last failure: was killed by SIGKILL" in output
+    rows = read_metrics(run)
+    assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["version_gap/max"] for row in rows) <= 2
+    assert read_evaluations(run)[1]["versions"] == [STEPS, STEPS]
+    with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
+        counts = bank.counts()
+    assert counts["trained"] == 12 * STEPS
+    assert (counts["reserved"], counts["failed"]) == (0, 0)  # what ran on the dead engine went on elsewhere
+    assert processes_of(tmp_path) == [] and os.path.exists(run / "logs" / "engine_1.log")
