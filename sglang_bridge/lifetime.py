@@ -1,4 +1,6 @@
-"""A server ends with the process that started it, however that process ended.
+"""What a server takes over from the process that started it: its life, and the key.
+
+A server ends with that process, however it ended.
 
 The starter puts its process id in the environment; the server polls its parent. A poll rather than the kernel's
 parent-death signal: that one fires when the starting *thread* ends.
@@ -22,6 +24,12 @@ def end_with_parent() -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is not None:
         threading.Thread(target=_watch, args=(int(parent),), name="parent-watch", daemon=True).start()
+
+
+def take_key(arguments: list[str]) -> list[str]:
+    """The server's arguments with the key that the environment holds, which is taken out of it."""
+    key = os.environ.pop(KEY_VARIABLE, "")
+    return [*arguments, "--api-key", key] if key else arguments
 
 
 def _watch(parent: int) -> None:

@@ -13,7 +13,7 @@ import sys
 
 import psutil
 
-from sglang_bridge.lifetime import KEY_VARIABLE, end_with_parent
+from sglang_bridge.lifetime import end_with_parent, take_key
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports below, which take seconds
@@ -27,9 +27,7 @@ if not platform.has_accelerator():
 
 def main(arguments: list[str]) -> None:
     """Run the server until it is told to stop. A key is taken from the environment, and out of it."""
-    key = os.environ.pop(KEY_VARIABLE, "")
-    if key:
-        arguments = [*arguments, "--api-key", key]
+    arguments = take_key(arguments)
     if not platform.has_accelerator():
         arguments = cpu_backend.add_server_flags(arguments)
     from sglang.launch_server import load_plugins, prepare_server_args, run_server

@@ -88,6 +88,9 @@ def _weight_problems(directory: Path) -> list[str]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [shard for shard in shards if Path(shard).name != shard or shard == ".."]
+        if outside:
+            return [f"{index} names {outside[0]!r}, which is no file of that directory"]
         return [
             f"{directory / shard} is missing, but its index names it"
             for shard in shards
