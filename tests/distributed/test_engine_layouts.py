@@ -60,6 +60,7 @@ def test_steps_equal_torch_adamw(findings: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loaded_and_exported_bits_are_identical(findings: dict[str, Any], layout: str) -> None:
+    """Field bug 43: expert shards are gathered over expert-tensor-parallel ranks, for one."""
     assert findings[layout]["export_differs"] == []
     assert findings[layout]["exported"] == {"dense": 46, "moe": 77}[layout.partition(":")[0]]
 

@@ -35,7 +35,10 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replay_equals_transformers_with_the_same_experts(findings: dict[str, Any], layout: str) -> None:
-    """Scoring, training and its recomputation; one layer of the model is dense and has no column in the records."""
+    """Field bug 41: one layer of the model is dense and has no column in the records, whatever the stage and chunk.
+
+    Trap: recomputation under pipelines replays a later micro-batch's routing.
+    """
     found = findings[layout]
     # fp32 sums over about a hundred tokens; another routing moves log-probs by about 1.
     assert found["token_error"] <= 2e-5
@@ -46,6 +49,7 @@ def test_replay_equals_transformers_with_the_same_experts(findings: dict[str, An
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_reach_the_routers(findings: dict[str, Any], layout: str) -> None:
+    """Field bug 42."""
     found = findings[layout]
     assert len(found["router_gradients"]) == 3
     assert min(found["router_gradients"].values()) >= 1e-3

@@ -43,6 +43,7 @@ def build(model: ModelConfig, **given: dict[str, float | str | bool | None]) -> 
         ("transformer", "tensor_model_parallel_size", 2, "the engine sets it from layout"),
         ("transformer", "tp_comm_overlap", True, "packed micro-batches differ in length"),
         ("transformer", "moe_enable_routing_replay", True, "trainer.routing_replay"),
+        ("transformer", "deallocate_pipeline_outputs", True, "depends on the backend"),
         ("ddp", "overlap_param_gather", True, "read whole weights right after every step"),
         ("ddp", "average_in_collective", True, "normalised over the global batch"),
         ("optimizer", "lr", 1.0, "the engine sets it from layout, model, trainer and optimizer"),
@@ -132,3 +133,12 @@ def test_fp8_streams_are_padded_for_its_products(model: ModelConfig) -> None:
     assert options.token_multiple({"fp8": "hybrid"}) == 16
     assert options.token_multiple({}) == options.token_multiple({"fp8": None}) == 1
     assert platform.setup().is_gpu or Policy.build(model, LayoutConfig(), TrainerConfig())._cut.stream_multiple == 1
+
+
+@needs_cpu
+def test_outputs_that_are_still_being_sent_are_not_freed() -> None:
+    """Trap: with gloo and overlapped sends, freed outputs corrupt virtual pipelines (their parity is tested too)."""
+    layout = LayoutConfig(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    config = transformer_config(make_hf(), ModelConfig(path="x"), layout, TrainerConfig())
+    assert config.overlap_p2p_comm
+    assert not config.deallocate_pipeline_outputs

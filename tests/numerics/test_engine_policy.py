@@ -106,7 +106,10 @@ def test_recomputed_activations_give_the_same_gradient(references: Path) -> None
 
 
 def test_token_mean_is_the_global_one_whatever_the_split(references: Path) -> None:
-    """Sequences of 1 and 4 tokens with per-token losses 1 and 3 give 2.6, in one micro-batch or in two."""
+    """Field bug 12: sequences of 1 and 4 tokens with per-token losses 1 and 3 give 2.6, in one micro-batch or in two.
+
+    Trap: the schedule divides the loss in place by the number of micro-batches; what is reported is a copy.
+    """
     sequences = [
         Sequence(np.zeros(n, np.int32), arrays={"value": np.full(n, value, np.float32)})
         for n, value in ((1, 1.0), (4, 3.0))
@@ -177,6 +180,7 @@ def one_real_step(policy: Policy) -> None:
 
 
 def test_batch_without_active_tokens_makes_no_step_and_says_so(moe: Policy) -> None:
+    """Field bug 14."""
     one_real_step(moe)
     before = snapshot_of(moe)
     sequences = [
@@ -228,7 +232,7 @@ def test_schedule_counts_steps_that_were_made(references: Path) -> None:
 
 
 def test_loaded_optimizer_state_counts_each_parameter_once(references: Path) -> None:
-    """Megatron's loading leaves one step tensor shared by all parameters: it would be counted once per parameter."""
+    """Trap: Megatron's loading leaves one step tensor shared by all parameters: it would be counted once per parameter."""
     policy = build(references / "moe" / "model", distributed=True)
     one_real_step(policy)
     assert policy.optimizer is not None

@@ -36,6 +36,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     ],
 )
 def test_experts_must_be_distinct_and_exist(rows: list[list[int]], usable: bool) -> None:
+    """Trap: a row that repeats an expert is accepted by Megatron's replay and loses weight."""
     assert has_distinct_experts(np.array(rows)[:, None], 4) is usable
     assert has_distinct_experts(np.array(rows, np.int8)[:, None], 4) is usable
 
@@ -49,6 +50,23 @@ def test_the_record_has_a_row_per_token_but_the_last(policy: Policy, rows: int, 
     assert policy.routing is not None
     policy.logprobs([replace(sequence, routed_experts=record)])
     assert policy.routing.take_metrics()["routing_replay/fallback"] == (0.0 if replays else 1.0)
+
+
+def test_a_later_pass_replays_its_own_records(policy: Policy) -> None:
+    """Field bug 40: megatron-core's replay appends in forward-only passes, and training then replays what is stale."""
+    sequences = [s for s in recorded_sequences() if replayed(s)]
+    records = [s.routed_experts for s in sequences if s.routed_experts is not None]
+    others = [replace(s, routed_experts=record ^ 1) for s, record in zip(sequences, records, strict=True)]
+    loss_fn = weighted_loss(sum(map(len, sequences)))
+    alone = policy.train_step(others, loss_fn)
+    for _ in range(2):
+        policy.logprobs(sequences)
+    after = policy.train_step(others, loss_fn)
+    scored = policy.logprobs(others)
+    for values in (after.logprobs, scored):
+        assert all(np.array_equal(a, b) for a, b in zip(values, alone.logprobs, strict=True))
+    different = policy.logprobs(sequences)
+    assert max(np.abs(a - b).max() for a, b in zip(different, scored, strict=True)) >= 0.1
 
 
 def test_passes_cannot_be_nested(policy: Policy) -> None:
@@ -87,7 +105,7 @@ def test_records_lie_beside_their_tokens_in_a_packed_stream() -> None:
 
 
 def test_router_gradients_equal_finite_differences(policy: Policy) -> None:
-    """With the choice of experts fixed the loss is smooth in the routers' weights."""
+    """Field bug 42. With the choice of experts fixed the loss is smooth in the routers' weights."""
     sequences = [sequence for sequence in recorded_sequences() if replayed(sequence)]
     # The last token routes natively: leave it out of the loss, which nothing else reads its experts for.
     loss_fn = weighted_loss(sum(map(len, sequences)))

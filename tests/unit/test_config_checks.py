@@ -142,6 +142,7 @@ def test_a_sensible_configuration_passes(tmp_path):
     ],
 )
 def test_what_would_fail_later_is_refused_with_the_arithmetic(tmp_path, overrides, words):
+    """Field bug 38, among others: a batch that ranks cannot share equally."""
     message = problems(tmp_path, *overrides)
     assert all(word in message for word in words), message
 

@@ -110,6 +110,7 @@ def test_given_thresholds_win_over_the_papers():
     ],
 )
 def test_a_wrong_value_is_refused_with_the_way_out(data, words):
+    """Field bug 39: a misspelt option is never ignored."""
     message = problems_of({**MINIMAL, **data})
     assert all(word in message for word in words), message
 
