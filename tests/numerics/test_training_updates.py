@@ -108,16 +108,17 @@ def test_a_step_that_the_mask_took_whole_still_tells_the_average_to_restart() ->
     """ρ = 0 must reach PPO-EWMA, else an average that has fallen behind would stop learning for ever."""
     of = build_objective(ObjectiveConfig(name="decoupled", anchor="ewma", rejected_in_denominator=False))
     sequences, anchors = make_sequences(shift=0.5)
+    results = train_in_parts(NoPolicy(), of, sequences, anchors, parts=1)  # type: ignore[arg-type]
     loop = object.__new__(Loop)
+    loop.update = lambda *_: results  # type: ignore[method-assign]
     source = Recorder(score=lambda *_: anchors, interrupts=False, scores_ahead=False)
-    loop.config = SimpleNamespace(trainer=SimpleNamespace(updates_per_batch=1))  # type: ignore[assignment]
     loop.objective, loop.old_logits = of, source  # type: ignore[assignment]
     loop.credit = SimpleNamespace(  # type: ignore[assignment]
         scalars=lambda trajectories: ([1.0], [0]), assign=lambda *_: sequences, holds_policy=lambda _: False,
         learn=lambda _: None, take_metrics=dict,
     )  # fmt: skip
     session = Recorder(
-        version=0, oldest_needed=0, lineage=Lineage(), policy=NoPolicy(), catching_up=False,
+        version=0, oldest_needed=0, lineage=Lineage(), catching_up=False,
         stage=lambda *_: nullcontext(), feed=SimpleNamespace(take=lambda *_: [make_trajectory()]),
         interruption=SimpleNamespace(release=lambda: None),
     )  # fmt: skip
