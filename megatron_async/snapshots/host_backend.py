@@ -126,7 +126,7 @@ class HostKernels:
         if segment.mode == Mode.SPARSE:
             offsets = octets[layout.offsets].view(np.uint16)
             values = octets[layout.values].view(WORDS[segment.width])
-            total, _ = host_kernels.apply_sparse(
+            total = host_kernels.apply_sparse(
                 target, counts, offsets, values, wide_offsets, wide_values, with_digest, first
             )
         else:

@@ -120,6 +120,29 @@ def _mix(t: np.uint64) -> np.uint64:
 
 
 @compiled
+def _product(word: np.uint64, place: int) -> np.uint64:
+    """What a word at this place of its stripe adds to the sum of products."""
+    x = word ^ KEYS[place]
+    return (x & LOW) * (x >> np.uint64(32))
+
+
+@compiled
+def _sums(stripe: np.ndarray) -> tuple[np.uint64, np.uint64]:
+    """The two sums over the words of a stripe, or of its beginning."""
+    products = np.uint64(0)
+    plain = np.uint64(0)
+    for i in range(stripe.size):
+        products += _product(stripe[i], i)
+        plain += stripe[i]
+    return products, plain
+
+
+@compiled
+def _stripe_digest(products: np.uint64, plain: np.uint64, place: int) -> np.uint64:
+    return _mix(_mix(products ^ (np.uint64(place) * KEY + MIX_2)) ^ plain)
+
+
+@compiled
 def _last_word(octets: np.ndarray) -> np.uint64:
     """The bytes after the last whole 64-bit word, filled with zeros."""
     last = np.uint64(0)
@@ -141,20 +164,12 @@ def digest(octets: np.ndarray, first_word: int) -> np.uint64:
     short = whole * 8 < octets.size
     total = np.uint64(0)
     for start in range(0, whole + short, STRIPE):
-        stripe = words[start : start + STRIPE]
-        products = np.uint64(0)
-        plain = np.uint64(0)
-        for i in range(stripe.size):
-            x = stripe[i] ^ KEYS[i]
-            products += (x & LOW) * (x >> np.uint64(32))
-            plain += stripe[i]
+        products, plain = _sums(words[start : start + STRIPE])
         if short and start + STRIPE > whole:
             last = _last_word(octets)
-            x = last ^ KEYS[whole - start]
-            products += (x & LOW) * (x >> np.uint64(32))
+            products += _product(last, whole - start)
             plain += last
-        place = np.uint64((first_word + start) // STRIPE)
-        total += _mix(_mix(products ^ (place * KEY + MIX_2)) ^ plain)
+        total += _stripe_digest(products, plain, (first_word + start) // STRIPE)
     return total
 
 
@@ -293,17 +308,6 @@ def encode_dense(
 
 
 @compiled
-def _read_through(words: np.ndarray) -> np.uint64:
-    """Bring a chunk into the cache in order; the result only keeps the loop alive."""
-    octets = words.view(np.uint8)
-    wide = octets[: octets.size // 8 * 8].view(np.uint64)
-    total = np.uint64(0)
-    for i in range(wide.size):
-        total ^= wide[i]
-    return total
-
-
-@compiled
 def _toggle(words: np.ndarray, offsets: np.ndarray, values: np.ndarray) -> None:
     if words.size == CHUNK:
         for j in range(offsets.size):
@@ -328,6 +332,77 @@ def _toggle_ahead(words: np.ndarray, offsets: np.ndarray, values: np.ndarray, fo
 
 
 @compiled
+def _ascending(offsets: np.ndarray) -> Any:
+    falls = 0
+    for j in range(1, offsets.size):
+        falls += offsets[j] <= offsets[j - 1]
+    return falls == 0
+
+
+@compiled
+def _toggle_stripe(
+    stripe: np.ndarray,
+    sums: tuple[np.uint64, np.uint64],
+    offsets: np.ndarray,
+    values: np.ndarray,
+    j: int,
+    start: int,
+    bits: int,
+) -> Any:
+    """XOR the entries from j on that lie in a stripe, and carry its sums along.
+
+    Args:
+        stripe: uint64[STRIPE]. start: its first word in the chunk, of `bits` bits each.
+
+    Returns:
+        The first entry beyond the stripe, and the sums of what the stripe now holds.
+    """
+    products, plain = sums
+    shift = np.uint64(_lowest(np.uint64(64 // bits)))
+    within = np.uint64(64 // bits - 1)
+    limit = start + STRIPE * (64 // bits)
+    while j < offsets.size and np.int64(offsets[j]) < limit:
+        o = np.uint64(np.int64(offsets[j]) - start)
+        p = np.int64(o >> shift) & (STRIPE - 1)
+        before = stripe[p]
+        after = before ^ (np.uint64(values[j]) << ((o & within) * np.uint64(bits)))
+        stripe[p] = after
+        products += _product(after, p) - _product(before, p)
+        plain += after - before
+        j += 1
+    return j, (products, plain)
+
+
+@compiled
+def _toggle_summed(
+    words: np.ndarray,
+    offsets: np.ndarray,
+    values: np.ndarray,
+    wide_offsets: np.ndarray,
+    wide_values: np.ndarray,
+    first_stripe: int,
+) -> np.uint64:
+    """XOR ascending entries into a whole chunk, and return its digest afterwards, in one passage.
+
+    The sums of a stripe are taken as it comes from memory, in order; its entries are toggled while it is in the nearest
+    cache, and each carries the sums from the old word to the new one. All bits are read, and counted once.
+    """
+    total = np.uint64(0)
+    bits = 8 * words.itemsize
+    each = 64 // bits
+    wide = words.view(np.uint64)
+    j = 0
+    h = 0
+    for s in range(wide.size // STRIPE):
+        stripe = wide[s * STRIPE : (s + 1) * STRIPE]
+        sums = _sums(stripe)
+        j, sums = _toggle_stripe(stripe, sums, offsets, values, j, s * STRIPE * each, bits)
+        h, sums = _toggle_stripe(stripe, sums, wide_offsets, wide_values, h, s * STRIPE * each, bits)
+        total += _stripe_digest(sums[0], sums[1], first_stripe + s)
+    return total
+
+
+@compiled
 def apply_sparse(
     words: np.ndarray,
     counts: np.ndarray,
@@ -337,34 +412,33 @@ def apply_sparse(
     wide_values: np.ndarray,
     with_digest: bool,
     first_word: int,
-) -> tuple[np.uint64, np.uint64]:
-    """XOR the listed words in place.
-
-    Returns:
-        The digest of the task afterwards (0 without `with_digest`), and a number without meaning.
-    """
+) -> np.uint64:
+    """XOR the listed words in place, and return the digest of the task afterwards (0 without `with_digest`)."""
     k = 0
     e = 0
     total = np.uint64(0)
-    seen = np.uint64(0)
+    words_64 = CHUNK // 8 * words.itemsize
     for c in range(counts.shape[0]):
         v = words[c * CHUNK : (c + 1) * CHUNK]
         n = counts[c, 0]
         m = counts[c, 1]
-        density = (n + m) / v.size
-        ahead = READ_AHEAD_FROM < density < READ_AHEAD_TO
-        if ahead and (c + 2) * CHUNK <= words.size:
-            _toggle_ahead(v, offsets[k : k + n], values[k : k + n], words[(c + 1) * CHUNK : (c + 2) * CHUNK])
-        else:
-            if with_digest and density <= READ_AHEAD_FROM:
-                seen ^= _read_through(v)
-            _toggle(v, offsets[k : k + n], values[k : k + n])
-        _toggle(v, wide_offsets[e : e + m], wide_values[e : e + m])
+        near, low = offsets[k : k + n], values[k : k + n]
+        far, high = wide_offsets[e : e + m], wide_values[e : e + m]
         k += n
         e += m
+        density = (n + m) / v.size
+        sparse = density < READ_AHEAD_TO and v.size == CHUNK
+        if with_digest and sparse and _ascending(near) and _ascending(far):
+            total += _toggle_summed(v, near, low, far, high, (first_word + c * words_64) // STRIPE)
+            continue
+        if sparse and density > READ_AHEAD_FROM and (c + 2) * CHUNK <= words.size:
+            _toggle_ahead(v, near, low, words[(c + 1) * CHUNK : (c + 2) * CHUNK])
+        else:
+            _toggle(v, near, low)
+        _toggle(v, far, high)
         if with_digest:
-            total += digest(v.view(np.uint8), first_word + c * (CHUNK // 8) * words.itemsize)
-    return total, seen
+            total += digest(v.view(np.uint8), first_word + c * words_64)
+    return total
 
 
 @compiled
