@@ -6,6 +6,7 @@ rollout; where the engines listen on loopback alone there is none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -18,11 +19,13 @@ _BYTES = 32
 def ensure_key(files: RunFiles) -> str:
     """The run's key; made at the first call."""
     if not files.engine_key.exists():
-        fresh = files.engine_key.with_suffix(f".{os.getpid()}")
+        fresh = files.root / f".engine_key.{secrets.token_hex(8)}"
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_urlsafe(_BYTES))
-        os.replace(fresh, files.engine_key)
+        with contextlib.suppress(FileExistsError):  # another machine of the run was first: its key holds
+            os.link(fresh, files.engine_key)
+        fresh.unlink()
     return read_key(files.root)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_a_run_makes_a_key_only_where_others_could_reach_its_engines(tmp_path: P
     assert len(key) >= 32 and fleet._options(()).api_key == key
     assert ensure_key(RunFiles(spread.run_path)) == key
     assert stat.S_IMODE(RunFiles(spread.run_path).engine_key.stat().st_mode) == 0o600
+
+
+def test_machines_that_make_the_key_at_once_agree(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    with ThreadPoolExecutor(8) as machines:
+        keys = set(machines.map(lambda _: ensure_key(files), range(8)))
+    assert keys == {read_key(tmp_path)}
+    assert [path.name for path in tmp_path.iterdir()] == [".engine_key"]
 
 
 def test_all_interfaces_count_as_reachable(tmp_path: Path) -> None:
