@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command: under eight minutes on one device, without the internet. Tests
+# Everything that only a GPU can show, in one command: stopped after eight minutes at most, without the internet. Tests
 # marked `gpu` first (the engine against transformers in bf16 and fp32, objectives, checkpoints, the history), then the
 # history of the weights on the device against copies to page-locked host memory; its figures go to
 # docs/benchmarks/snapshot_device.json.
