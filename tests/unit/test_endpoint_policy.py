@@ -29,7 +29,7 @@ from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from sglang_bridge.event_loop import BackgroundLoop
 from tests.unit.chat_endpoint import ChatServer, call, text
 
-LIMITS = EpisodeLimits(max_turns=3, max_tokens=200, turn_deadline_s=20.0, trajectory_deadline_s=60.0)
+LIMITS = EpisodeLimits(max_turns=3, max_tokens=200, turn_deadline_s=120.0, trajectory_deadline_s=240.0)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def play(
 
     async def run() -> EvaluatedEpisode:
         async with server:
-            options = EndpointOptions(server.url, retries=1, timeout_s=20.0)
+            options = EndpointOptions(server.url, retries=1, timeout_s=120.0)
             source: Any = OneTask(environment)
             return await endpoint_player(ChatEndpoint(options), source, LIMITS)(source.task(0), "0")
 
@@ -141,11 +141,11 @@ def command(config: Path, server: ChatServer) -> int:
     """The command in this thread, as signals want it; the server in another."""
     loop = BackgroundLoop("server")
     try:
-        loop.submit(server.__aenter__()).result(30)
+        loop.submit(server.__aenter__()).result(120)
         arguments = ["--config", str(config), "--endpoint", server.url, "--endpoint-model", "a/b"]
         return cli.main(["evaluate", *arguments])
     finally:
-        loop.submit(server.__aexit__()).result(30)
+        loop.submit(server.__aexit__()).result(120)
         loop.close()
 
 

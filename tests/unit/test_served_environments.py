@@ -103,7 +103,7 @@ def test_death_of_the_process_fails_its_episodes_and_the_next_ones_are_served() 
         await environment.reset()
         assert process._process is not None
         os.kill(process._process.pid, signal.SIGKILL)
-        process._process.wait(30)
+        process._process.wait(120)
         await environment.step(AssistantTurn("hello"))
 
     with pytest.raises(EnvironmentFailure, match="ended with status -9"):
@@ -118,7 +118,7 @@ def test_process_ends_with_the_one_that_started_it() -> None:
     process = client._process(sys.executable)._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
 @pytest.mark.parametrize(

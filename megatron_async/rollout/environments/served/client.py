@@ -94,7 +94,7 @@ class EnvironmentProcess:
         if self._process is not None and self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process.wait(10)
+            self._process.wait(60)
 
     def _start(self) -> None:
         self._number += 1
