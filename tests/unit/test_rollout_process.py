@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +98,12 @@ def test_a_signal_stops_it_within_seconds_and_keeps_what_there_is(
                 assert all(len(trajectory) > 0 for trajectory in bank.list_running())
 
     asyncio.run(scenario())
+
+
+def test_the_process_needs_no_torch() -> None:
+    """It is started again after a kill, and there may be many: torch would cost each five seconds and 370 MB."""
+    code = "import sys, megatron_async.rollout.controller; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_engines_the_message_says_what_to_start(tmp_path: Path, checkpoint: Path) -> None:
