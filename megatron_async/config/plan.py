@@ -181,20 +181,36 @@ def engine_budget(shape: ModelShape, config: RunConfig) -> Budget:
 
 
 def host_budget(shape: ModelShape, config: RunConfig) -> Budget:
-    """Memory the history takes on a machine with trainer ranks."""
+    """Memory that history and checkpoints take on a machine with trainer ranks."""
     weights = max(budget.weights for budget in _stages(shape, config))
     copies = config.rollout.max_staleness + FULL_COPIES_BEYOND_WINDOW
     source = config.old_logits.source
     each = weights if source in DIFFERENCES else copies * weights if source == "snapshot_full" else 0
     if config.snapshots.host_bytes is not None and each:
         each = config.snapshots.host_bytes
-    ranks = max(node.trainer_ranks for node in place(config)) * (2 if source == "dedicated" else 1)
+    trainers = max(node.trainer_ranks for node in place(config))
+    ranks, copy = trainers * (2 if source == "dedicated" else 1), checkpoint_copy_bytes(shape, config)
     return Budget(
         "machine with trainer ranks",
-        ((f"history of {ranks} rank(s) * {bytes_text(each)}", ranks * each),),
+        (
+            (f"history of {ranks} rank(s) * {bytes_text(each)}", ranks * each),
+            (f"checkpoint copies of {trainers} rank(s) * {bytes_text(copy)}", trainers * copy),
+        ),
         config.cluster.host_memory_gib * GIB,
         "host memory",
     )
+
+
+def checkpoint_copy_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Host memory of a rank into which a save in the background copies: weights, fp32 masters and two moments.
+
+    An upper bound: ranks that hold the same parameters are counted each, as Megatron gathers the shards of optimisers
+    on all of them before the first of them writes.
+    """
+    if config.checkpoint.every == 0 or not config.checkpoint.asynchronous:
+        return 0
+    most = max(budget.parameters.total for budget in _stages(shape, config))
+    return (weight_width(config) + 3 * _FP32) * most
 
 
 def _stages(shape: ModelShape, config: RunConfig) -> Iterator[Memory]:
@@ -232,7 +248,10 @@ def _remedy(what: str) -> str:
         )
     if what.startswith("engine"):
         return "raise engines.tensor_parallel_size or mem_fraction_static, or lower engines.max_total_tokens"
-    return "lower snapshots.host_bytes, or use old_logits.source: snapshot, which keeps differences"
+    return (
+        "lower snapshots.host_bytes, use old_logits.source: snapshot, which keeps differences, or set "
+        "checkpoint.asynchronous: false, which copies nothing and waits for the disk"
+    )
 
 
 def publish_bytes(shape: ModelShape, config: RunConfig) -> int:

@@ -237,12 +237,22 @@ def test_histories_cost_device_and_host_memory():
         old_logits={"source": "snapshot_full"},
         rollout={"max_tokens": 4096, "max_staleness": 3},
         cluster={"host_memory_gib": 30},
+        checkpoint={"asynchronous": False},
     )
     host = budgets(shape, config)[-1]
     assert host.total == (3 + 3) * 2 * 4_022_468_096
     assert not host.fits
     with pytest.raises(ConfigError, match=r"machine with trainer ranks does not fit, 14\.95 GiB too much"):
         check(config, needs_weights=False)
+
+
+def test_background_saves_cost_a_copy_in_host_memory():
+    shape = read_shape(MODELS / "qwen3_4b")
+    never, often = (
+        budgets(shape, make_config(MODELS / "qwen3_4b", checkpoint={"every": every}))[-1] for every in (0, 5)
+    )
+    assert often.total - never.total == 14 * 4_022_468_096, "bf16 weights, fp32 masters and two moments"
+    assert "checkpoint copies of 1 rank(s) * 52.45 GiB" in often.text()
 
 
 def test_every_extra_model_has_its_place_in_the_sum():
