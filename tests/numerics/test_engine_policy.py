@@ -232,7 +232,7 @@ def test_schedule_counts_steps_that_were_made(references: Path) -> None:
 
 
 def test_loaded_optimizer_state_counts_each_parameter_once(references: Path) -> None:
-    """Trap: Megatron's loading leaves one step tensor that all parameters share: it would be counted for each of them."""
+    """Trap: Megatron's loading leaves one step tensor that all parameters share: it would count for each of them."""
     policy = build(references / "moe" / "model", distributed=True)
     one_real_step(policy)
     assert policy.optimizer is not None
