@@ -109,6 +109,12 @@ def _pretrain_critic(arguments: argparse.Namespace) -> int:
     return launch.pretrain_critic(config, fresh=arguments.fresh)
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from megatron_async import replay
+
+    return replay.run(arguments.run, arguments.name, arguments.overrides, fresh=arguments.fresh)
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
     from megatron_async import evaluate
 
@@ -248,6 +254,16 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "doctor", _doctor, "check this machine: Python, packages, ports, memory, disk, GPUs"
     )
     _add_config(doctor, required=False)
+    replay = _command(
+        commands, "replay", _replay, "train on the batches that another run recorded, without engines"
+    )
+    replay.add_argument("run", type=Path, help="folder of the recorded run, e.g. runs/quickstart")
+    replay.add_argument("--name", required=True, help="name of the new run")
+    replay.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        help="option that differs from the recorded run's, e.g. --set optimizer.lr=1e-6; may be given several times",
+    )  # fmt: skip
+    replay.add_argument("--fresh", action="store_true", help="delete what an earlier run of that name left")
     inspect = _command(
         commands, "inspect", _inspect, "what a run's bank holds, or one trajectory token by token"
     )

@@ -111,6 +111,14 @@ def _trainer_alone(
         return _watched(part, name, metric, config, output)
 
 
+def train_alone(config: RunConfig, prepare: Callable[[RunFiles], None], *, fresh: bool = False) -> int:
+    """The trainer ranks alone, on what `prepare` puts into the run's new folder; returns the exit code."""
+    with claimed(config.run_path):
+        files = create_folder(config, fresh=fresh)
+        prepare(files)
+        return _watched(trainer_part(config, files), "replay", "loss", config, files.checkpoint)
+
+
 def _watched(part: Part, name: str, metric: str, config: RunConfig, output: Path) -> int:
     try:
         with stop_on_signals(), supervised([part]):

@@ -28,10 +28,12 @@ from tests.postgresql_server import PostgreSQLServer, why_unavailable
 from tools.benchmark_rows import FOLDER, ROOT, Row, write_rows
 
 COMMON = ("rank", "rank", "torchrun", "rollout", "rollout", "engine", "launcher", "pause")
+WITHOUT_RANKS = ("stand_in", "stand_in", "rollout", "rollout", "engine", "engine", "launcher", "pause")
 LIVE = ("rank", "rank", "torchrun", "rollout", "rollout", "launcher", "pause")
 KINDS = {
     "rank": "a trainer rank killed",
     "torchrun": "torchrun killed",
+    "stand_in": "the stand-in for the trainer killed",
     "rollout": "rollout killed",
     "engine": "a scripted engine killed",
     "server": "an SGLang server's process killed",
@@ -54,7 +56,8 @@ def main() -> int:
     while sum(row["kills"] for row in read(rows)) < args.kills:
         number = len(read(rows))
         flavour = args.flavours[number % len(args.flavours)]
-        row = {"run": number, "flavour": flavour, **play(args, model, flavour, number)}
+        name = f"{flavour}, stand-in" if args.stand_in else flavour
+        row = {"run": number, "flavour": name, **play(args, model, flavour, number)}
         with RowWriter(rows) as writer:
             writer.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "recovery_s"}), flush=True)
@@ -73,6 +76,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint to start from; default: a tiny one is made")
     flavours = ("sqlite", "postgresql", "sglang")
     parser.add_argument("--flavours", nargs="+", choices=flavours, default=list(flavours[:2]))
+    parser.add_argument(
+        "--stand-in", action="store_true",
+        help="a trainer without a model: many more faults in the same time, everything but the trainer's own checked",
+    )  # fmt: skip
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/faults.json from all rows")
     return parser.parse_args()
 
@@ -107,8 +114,9 @@ def play(args: argparse.Namespace, model: Path, flavour: str, number: int) -> di
         extra = (["full_disk"] if disk else []) + (["database"] * 2 if database else [])
         launch = (sys.executable, "-m", "megatron_async", "launch", "--resume", "--config")
         live = flavour == "sglang"
+        kinds = LIVE if live else WITHOUT_RANKS if args.stand_in else COMMON
         plan = Plan(
-            kinds=(*(LIVE if live else COMMON), *extra), argv=launch if live else scripted(stand_in=False),
+            kinds=(*kinds, *extra), argv=launch if live else scripted(args.stand_in),
             hits=args.kills_per_run, seed=1000 + number,
         )  # fmt: skip
         row = Run(config, plan, disk=disk, database=database).play().row()
@@ -155,7 +163,8 @@ def write(rows: list[dict[str, Any]]) -> None:
     runs, steps = len(rows), sum(row["steps"] for row in rows)
     conditions = (
         f"{runs} runs ({', '.join(f'{n} {f}' for f, n in Counter(row['flavour'] for row in rows).items())}), {steps} "
-        f"steps, {sum(row['finished'] for row in rows)} finished trajectories; real trainer ranks, desk episodes; "
+        f"steps, {sum(row['finished'] for row in rows)} finished trajectories; desk episodes on scripted engines, real "
+        f"trainer ranks except where a stand-in keeps the trainer's side of bank and engines; "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
     )
     gap = max(row["max_gap"] - row["bound"] for row in rows)

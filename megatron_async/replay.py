@@ -1,0 +1,89 @@
+"""`megatron-async replay`: train on the batches that another run recorded, with neither engines nor a rollout.
+
+Every run records its batches: they are in its bank, by step. A replay is a run of its own with a copy of that bank,
+whose trainer takes the recorded batches in their order, as a trainer does that catches up after a kill; nobody is
+published to. Invariants: the recorded run is only read, also while it goes on; on a deterministic platform two replays
+with the same options end with the same bits.
+
+What it is for: to try an objective, an advantage, a learning rate or a layout on equal data, and to look for a defect
+of the trainer without waiting for agents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_async import config as configuration
+from megatron_async.bank import Bank
+from megatron_async.bank.requests import PHASE, RESUMING
+from megatron_async.config import load
+from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.launch import train_alone
+from megatron_async.observe import RunFiles
+from megatron_async.roster import write_roster
+
+_SQLITE = "sqlite:///"
+_NEEDS_HISTORY = ("snapshot", "snapshot_full", "dedicated", "interrupt")
+
+
+def run(recorded: Path, name: str, overrides: Sequence[str], *, fresh: bool = False) -> int:
+    """Replay the run in the folder `recorded` as a run called `name`; returns the exit code.
+
+    overrides: options that differ from the recorded run's, as KEY=VALUE. Raises UserError for what cannot be replayed.
+    """
+    config, source = prepare(recorded, name, overrides)
+    return train_alone(config, lambda files: record(source, config, files), fresh=fresh)
+
+
+def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
+    """(configuration of the replay, bank file of the recorded run). Raises UserError."""
+    files = RunFiles(recorded)
+    if not files.config.is_file():
+        raise UserError(
+            f"{recorded} is not the folder of a run (it has no config.yaml); give one such as runs/quickstart"
+        )
+    before = load(str(files.config), [])
+    config = load(str(files.config), [*overrides, f"name={name}", "bank.url=''"])
+    if not before.bank_url.startswith(_SQLITE):
+        raise UserError(f"{recorded}: its bank is at {before.bank_url}; only a bank in an SQLite file can be replayed")
+    bank = Path(before.bank_url.removeprefix(_SQLITE))
+    bank = bank if bank.is_file() else recorded / bank.name  # the folder may have been moved
+    if not bank.is_file():
+        raise UserError(f"{recorded}: its bank {bank} is not there")
+    if config.run_path.resolve() == recorded.resolve():
+        raise UserError(f"--name {name}: that is the recorded run itself; choose another name")
+    source = config.old_logits.source
+    if source in _NEEDS_HISTORY:
+        raise UserError(
+            f"objective.anchor: {config.objective.anchor} scores tokens under the weights that sampled them, which "
+            "only the recorded run had; replay with --set objective.anchor=start or rollout"
+        )
+    if (config.batch.groups, config.batch.group_size) != (before.batch.groups, before.batch.group_size):
+        raise UserError(
+            "batch: recorded batches are replayed as they are; leave batch.groups and batch.group_size alone"
+        )
+    with Bank.open(f"{_SQLITE}{bank}") as read:
+        steps = sum(step.state in ("committed", "redo") for step in read.steps())
+    if not steps:
+        raise UserError(f"{recorded} has recorded no training step yet")
+    return dataclasses.replace(config, steps=min(config.steps, steps)), bank
+
+
+def record(bank: Path, config: RunConfig, files: RunFiles) -> None:
+    """Fill the replay's folder: a copy of the bank at rest before its first step, and no engines."""
+    copy = files.root / "bank.sqlite"
+    with sqlite3.connect(f"file:{bank}?mode=ro", uri=True) as source, sqlite3.connect(copy) as target:
+        source.backup(target)
+    source.close()
+    target.close()
+    with Bank.open(f"{_SQLITE}{copy}") as taken:
+        taken.abandon_running("not part of the replay")
+        taken.rollback_uncommitted(-1)
+        taken.set_current_version(0)
+        taken.set_state(PHASE, RESUMING)
+    write_roster(files.root, [])
+    files.config.write_text(configuration.dump(config))
