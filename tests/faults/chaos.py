@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -50,6 +51,7 @@ HEADS = (
 
 def main() -> int:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the run under fire is ended too
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "rows.jsonl"
     model = args.model or make_model(args.out / "model")

@@ -61,7 +61,7 @@ class Plan:
     hits: int
     seed: int
     in_turn: bool = False
-    patience_s: float = 240.0
+    patience_s: float = 900.0
     calm_s: tuple[float, float] = (0.0, 1.5)
 
 
