@@ -248,6 +248,28 @@ def test_a_record_with_wild_offsets_never_leaves_the_tensor() -> None:
     assert not memory.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("order", ["ascending", "descending", "twice"])
+def test_any_order_of_entries_gives_the_digest_of_what_is_there(dtype: torch.dtype, order: str) -> None:
+    """An encoder writes them in ascending order; what a damaged record holds is toggled, summed and undone alike."""
+    words = torch.arange(CHUNK, dtype=torch.int32).to(dtype)
+    task, count = Task(0, 0, CHUNK, dtype.itemsize), 1_000
+    places = np.linspace(0, CHUNK - 1, count).astype(np.uint16)
+    if order != "ascending":
+        places = places[::-1] if order == "descending" else np.repeat(places[::2], 2)
+    segment = Segment(Mode.SPARSE, max(1, dtype.itemsize // 2), count, 0)
+    layout = columns_of(task, segment)
+    payload = torch.ones(layout.nbytes, dtype=torch.uint8)
+    payload.numpy()[layout.counts].view(np.int32)[:] = [count, 0]
+    payload.numpy()[layout.offsets] = np.ascontiguousarray(places).view(np.uint8)
+    before = words.clone()
+    total = HOST.apply(task, words, segment, payload, with_digest=True)
+    assert total == HOST.digest(task, words)
+    assert torch.equal(words, before) == (order == "twice")
+    HOST.apply(task, words, segment, payload, with_digest=False)
+    assert torch.equal(words, before)
+
+
 def test_tensors_that_cannot_be_stepped_are_refused_by_name() -> None:
     base = torch.zeros(6, 8)
     with pytest.raises(TensorSetError, match=r"'w' of shape \(8, 6\).*not contiguous"):
