@@ -18,13 +18,13 @@ from megatron_async.roster import Engine, read_roster
 from tests.live.test_main_job import checkpoint, processes_of, start, write_config  # noqa: F401  (a fixture)
 from tests.live.under_way import with_client
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS = 6
 FREE_STEPS = 3  # steps whose tasks are not held
 
 
-def wait_until(condition: Callable[[], bool], alive: Callable[[], bool], what: str, deadline_s: float = 400.0) -> None:
+def wait_until(condition: Callable[[], bool], alive: Callable[[], bool], what: str, deadline_s: float = 600.0) -> None:
     limit = time.monotonic() + deadline_s
     while not condition():
         assert alive(), f"the run ended before {what}"
@@ -70,7 +70,7 @@ def test_a_killed_engine_comes_back_with_the_published_version(
         assert published >= 2
         assert with_client(back.url, lambda client: client.version()) >= published
         go.write_text("")
-        output, _ = job.communicate(timeout=500)
+        output, _ = job.communicate(timeout=900)
     finally:
         for process in processes_of(tmp_path):
             process.kill()
