@@ -33,7 +33,7 @@ from megatron_async.bank.tables import SCHEMA, metadata, schema, state_counts, v
 from megatron_async.trajectory import Trajectory
 
 RECONNECT_S = 60
-"""Longest wait for a database that is away, in seconds; a server that restarts takes a few."""
+"""Longest wait for a database that is away or has no disk left, in seconds; a server that restarts takes a few."""
 
 RECONNECT_PAUSE_S = 0.2
 
@@ -295,7 +295,8 @@ class Bank:
         return self._transact(self._engine, work, RECONNECT_S)
 
     def _transact(self, engine: Engine, work: Callable[[Connection], T], retry_s: float) -> T:
-        """Run `work` as one transaction; again, while the connection is lost before it was asked to commit.
+        """Run `work` as one transaction; again, while the connection is lost before it was asked to commit, or the
+        disk is full, which has undone the transaction.
 
         A connection lost during the commit leaves it open whether the commit happened: that error is not retried.
         """
@@ -308,7 +309,8 @@ class Bank:
                     committing = True
                 return result
             except DBAPIError as error:
-                if committing or not dialects.connection_lost(error) or time.monotonic() > deadline:
+                away = dialects.connection_lost(error) and not committing
+                if not (away or dialects.disk_full(error)) or time.monotonic() > deadline:
                     raise
             time.sleep(RECONNECT_PAUSE_S)
 

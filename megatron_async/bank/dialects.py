@@ -24,6 +24,7 @@ LOCK_TIMEOUT_S = 60
 SQLITE_CACHE_KIB = 32 * 1024
 """Pages a connection keeps in memory, enough for the upper levels of every index of a bank of millions."""
 
+_POSTGRESQL_DISK_FULL = "53100"
 _SCHEMA_LOCK = 0x4D41424B  # any number will do that no other program uses as an advisory lock
 
 
@@ -59,6 +60,13 @@ def connection_lost(error: DBAPIError) -> bool:
     """True when the server went away or cannot be reached, rather than refusing a statement."""
     unreachable = isinstance(error, OperationalError) and error.statement is None
     return error.connection_invalidated or unreachable
+
+
+def disk_full(error: DBAPIError) -> bool:
+    """True when the database had no room to write: it has undone the transaction, also one that was being committed."""
+    if isinstance(error.orig, sqlite3.Error):
+        return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL
 
 
 def lock_schema(conn: Connection) -> None:

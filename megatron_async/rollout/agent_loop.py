@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megatron_async.config.schema import RunConfig
+from megatron_async.rollout.blocking import Timed, report
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     Environment,
@@ -137,7 +138,8 @@ class EpisodeProgress:
     waiting_for: what is being awaited right now. requests_sent, requests_returned: to engines, answers of any kind
     back; request_sent_at: the last one (Unix seconds). resubmissions: requests sent again after an abort.
     engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
-    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time. floor: version that the engines
+    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time; blocked_s: for which
+    the environment stopped the whole event loop. floor: version that the engines
     sample with at least, None if not known. streamed: the answer under way. origin: what became of the episode when the
     rollout was started again, for the trajectory's info; empty for one that was begun by this process.
     """
@@ -152,6 +154,7 @@ class EpisodeProgress:
     tokens: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0
+    blocked_s: float = 0.0
     floor: int | None = None
     streamed: Streamed | None = None
     origin: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +166,7 @@ class EpisodeProgress:
             "retractions": self.retractions,
             "engine_s": round(self.engine_s, 4),
             "environment_s": round(self.environment_s, 4),
+            **({"blocked_s": round(self.blocked_s, 4)} if self.blocked_s else {}),
             **self.origin,
         }
 
@@ -341,7 +345,7 @@ class _Episode:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.turn_deadline_s) as deadline:
-                return await call
+                return await Timed(call, lambda seconds: self._blocked(what, seconds))
         except EnvironmentFailure as error:
             message = f"{what}: {error}"
             raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", message) from error
@@ -355,6 +359,10 @@ class _Episode:
             raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_exception", message) from error
         finally:
             self.progress.environment_s += time.monotonic() - started
+
+    def _blocked(self, what: str, seconds: float) -> None:
+        self.progress.blocked_s += seconds
+        report(self.environment, what, seconds)
 
     # ------------------------------------------------------------------ one turn of the policy
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async.rollout import blocking
 from megatron_async.rollout.agent_loop import EpisodeLimits, EpisodeProgress, run_episode
 from megatron_async.rollout.environments.base import EnvironmentFailure, Step
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
@@ -314,3 +316,21 @@ def test_routed_experts_cover_the_sequence_once_over_a_continued_response() -> N
     expected = np.stack([ids % 8, ids % 4], 1)[:, None, :]
     assert trajectory.routed_experts is not None
     np.testing.assert_array_equal(trajectory.routed_experts, expected)
+
+
+class Blocking(ScriptedEnvironment):
+    """Its second step waits without an await, as a plain HTTP library does."""
+
+    async def step(self, turn: Any) -> Step:
+        await asyncio.sleep(0)
+        if self.seen:
+            time.sleep(blocking.BLOCKS_S + 0.01)
+        return await super().step(turn)
+
+
+def test_an_environment_that_blocks_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    trajectory = play(RuleSampler(), Blocking())
+    assert trajectory.status is Status.OK and trajectory.info["blocked_s"] >= blocking.BLOCKS_S
+    (line,) = [r.getMessage() for r in caplog.records if "blocked the event loop" in r.getMessage()]
+    assert "test_agent_loop.Blocking.step" in line
+    assert "blocked_s" not in play(RuleSampler(), ScriptedEnvironment(at={"step0": 0.02})).info

@@ -1,0 +1,259 @@
+"""What asynchrony is worth: the same work synchronous, one step off, and fully asynchronous.
+
+Work: desk episodes in the order of their prompts, with tools that take their time (log-normal), on a scripted engine
+whose answers have a long tail of lengths (`tools.scripted_endpoint`): a length is a function of the prompt, so every
+mode does the same. Rollout, admission and bank are the product's; the trainer is this process, its update a wait.
+
+First the rollout alone, never held back, says how long generation takes at least; the update is then made --balance
+times as long as generation, per step. The bound is the slower of both sides alone. A mode's speed-up is measured
+against the synchronous one; `speedup_over_bound` is the asynchronous one's share of what the bound allows.
+
+    python -m tools.benchmark_async --model runs/tiny --write        # minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_async import config as configuration
+from megatron_async.bank import Bank
+from megatron_async.bank.requests import PHASE, TRAINING
+from megatron_async.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_async.rollout.environments.base import AssistantTurn, Split, Step, Task
+from megatron_async.rollout.environments.desk import DeskEnvironment, DeskTasks
+from megatron_async.supervise import Part, python_module, supervised
+from tools.benchmark_rows import FOLDER, Row, write_rows
+
+GROUPS, GROUP_SIZE = 4, 4
+MODES = {"synchronous": 0, "one step off": 1, "asynchronous": 4}
+_SAMPLE_S = 0.25
+_DEADLINE_S = 600.0
+
+
+class SlowDesk(DeskEnvironment):
+    """The desk, whose answers take a log-normal time that depends on the task and the turn alone."""
+
+    def __init__(self, task: Any, name: str) -> None:
+        super().__init__(task)
+        self._dice = random.Random(name)
+
+    async def step(self, turn: AssistantTurn) -> Step:
+        await asyncio.sleep(0.1 * math.exp(self._dice.gauss(0, 1)))
+        return await super().step(turn)
+
+
+class SlowTasks(DeskTasks):
+    def environment(self, task: Task) -> SlowDesk:
+        return SlowDesk(super().environment(task).task, task.task_id)
+
+
+def build(options: Mapping[str, Any], split: Split, seed: int) -> SlowTasks:
+    """The environment of the runs: `environment.name: tools.benchmark_async:build`."""
+    return SlowTasks(split, seed=seed)
+
+
+@dataclass(slots=True)
+class Measured:
+    """seconds: from the first step's start of generation to the last step's end. engine, trainer: share of that time
+    they worked. samples: (seconds, engine's share) over time. updates: (begin, end) of each."""
+
+    seconds: float = 0.0
+    engine: float = 0.0
+    trainer: float = 0.0
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)
+
+
+def main() -> int:
+    args = arguments()
+    alone = measure(args, "alone", max_staleness=10 * args.steps, update_s=0.0)
+    update_s = args.balance * alone.seconds / args.steps
+    found = {mode: measure(args, mode, bound, update_s) for mode, bound in MODES.items()}
+    bound_s = max(alone.seconds, args.steps * update_s)
+    for mode, value in found.items():
+        print(f"{mode}: {value.seconds:.1f} s, engine {value.engine:.0%}, trainer {value.trainer:.0%}")
+    print(f"rollout alone {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s")
+    draw(found, args.picture)
+    if args.write:
+        draw(found, FOLDER / "async_timeline.png")
+        write_rows("async", rows(found, alone, bound_s, update_s, args))
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with the desk's tokenizer")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--balance", type=float, default=0.8, help="seconds of an update per second of generation")
+    parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "async_timeline.png")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/async.json and the picture")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, mode: str, max_staleness: int, update_s: float) -> Measured:
+    """One mode, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as scratch, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+        free.close()
+        config = RunConfig(
+            name="run", run_dir=scratch, model=ModelConfig(path=str(args.model)), steps=args.steps,
+            batch=BatchConfig(groups=GROUPS, group_size=GROUP_SIZE),
+            rollout=RolloutConfig(
+                max_staleness=max_staleness, concurrency=48, max_turns=4, max_new_tokens=400, max_tokens=4096,
+                poll_s=0.02,
+            ),
+            environment=EnvironmentConfig(name="tools.benchmark_async:build"),
+            checkpoint=CheckpointConfig(every=0),
+        )  # fmt: skip
+        config.run_path.mkdir(parents=True)
+        path = config.run_path / "config.yaml"
+        path.write_text(configuration.dump(config))
+        url = f"http://127.0.0.1:{port}"
+        (config.run_path / "engines.json").write_text(json.dumps({"engines": [{"url": url}]}))
+        engine = python_module(
+            "tools.scripted_endpoint", "--model", str(args.model), "--port", str(port), "--base-ms", "10",
+            "--request-ms", "0.3", "--median", "30", "--sigma", "1.0", "--longest", "400", "--interval", "8",
+        )  # fmt: skip
+        rollout = python_module("megatron_async", "rollout", "--config", str(path))
+        parts = [Part("engine", engine, config.run_path / "e.log"), Part("rollout", rollout, config.run_path / "r.log")]
+        with supervised(parts), Bank.open(config.bank_url) as bank:
+            bank.set_state(PHASE, TRAINING)
+            parts[0].start()
+            ask(url, "/server_info", wait=True)
+            parts[1].start()
+            return train(config, bank, url, parts[1], update_s)
+
+
+def train(config: RunConfig, bank: Bank, url: str, rollout: Part, update_s: float) -> Measured:
+    """The trainer's side; time begins with the engine's first request."""
+    measured, over = Measured(), threading.Event()
+    limit = time.monotonic() + _DEADLINE_S
+    while not ask(url, "/server_info")["tokens"]:
+        check(rollout, limit)
+        time.sleep(0.01)
+    began, version = time.monotonic(), 0
+    sampler = threading.Thread(target=sample, args=(url, began, measured, over), daemon=True)
+    sampler.start()
+    for step in range(config.steps):
+        oldest = version - config.rollout.max_staleness
+        while not bank.take_batch(step, GROUPS, GROUP_SIZE, oldest):
+            check(rollout, limit)
+            time.sleep(0.01)
+        started = time.monotonic()
+        time.sleep(update_s)
+        measured.updates.append((started - began, time.monotonic() - began))
+        if update_s:  # alone, nothing is published: nothing holds the rollout back
+            bank.record_version(version + 1, version, step)
+            ask(url, "/update_weight_version", {"new_version": str(version + 1), "abort_all_requests": False})
+        bank.commit_step(step, version, version + bool(update_s))
+        version += bool(update_s)
+    measured.seconds = time.monotonic() - began
+    busy = ask(url, "/server_info")["busy_s"]
+    over.set()
+    sampler.join()
+    bank.set_state(PHASE, "finished")
+    measured.engine = min(1.0, busy / measured.seconds)
+    measured.trainer = sum(end - start for start, end in measured.updates) / measured.seconds
+    return measured
+
+
+def sample(url: str, began: float, measured: Measured, over: threading.Event) -> None:
+    """The engine's share of every quarter of a second."""
+    before, last = 0.0, 0.0
+    while not over.wait(_SAMPLE_S):
+        now, busy = time.monotonic() - began, ask(url, "/server_info")["busy_s"]
+        measured.samples.append((now, min(1.0, (busy - before) / (now - last))))
+        before, last = busy, now
+
+
+def check(rollout: Part, limit: float) -> None:
+    if rollout.poll() is not None:
+        raise rollout.failure()
+    if time.monotonic() > limit:
+        raise TimeoutError(f"not done after {_DEADLINE_S:g} s")
+
+
+def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, wait: bool = False) -> dict[str, Any]:
+    limit = time.monotonic() + (60 if wait else 0)
+    data = None if body is None else json.dumps(body).encode()
+    while True:
+        try:
+            with urllib.request.urlopen(url + path, data, timeout=10) as response:
+                answer: dict[str, Any] = json.loads(response.read())
+                return answer
+        except OSError:
+            if time.monotonic() > limit:
+                raise
+        time.sleep(0.05)
+
+
+def rows(
+    found: Mapping[str, Measured], alone: Measured, bound_s: float, update_s: float, args: argparse.Namespace
+) -> list[Row]:
+    synchronous = found["synchronous"].seconds
+    conditions = (
+        f"{args.steps} steps of {GROUPS} groups of {GROUP_SIZE}, desk with slow tools, scripted engine (10 ms and "
+        f"0.3 ms per request for a decoding step; turns of 30 tokens in the median, sigma 1.0, up to 400), updates of "
+        f"{update_s:.2f} s; generation alone {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s; "
+        + ", ".join(f"{mode} {value.seconds:.1f} s" for mode, value in found.items())
+    )
+    speed = {mode: synchronous / value.seconds for mode, value in found.items()}
+    share = bound_s / found["asynchronous"].seconds
+    return [
+        Row("speedup_one_step_off", round(speed["one step off"], 2), "", "", conditions),
+        Row("speedup_asynchronous", round(speed["asynchronous"], 2), "", "", conditions),
+        Row("speedup_bound", round(synchronous / bound_s, 2), "", "", conditions),
+        Row("speedup_over_bound", round(share, 3), "", ">= 0.9", conditions),
+        Row("engine_utilisation", [round(value.engine, 3) for value in found.values()], "", "", conditions),
+        Row("trainer_utilisation", [round(value.trainer, 3) for value in found.values()], "", "", conditions),
+    ]
+
+
+def draw(found: Mapping[str, Measured], path: Path) -> None:
+    """A strip per mode over the same time: the engine's share of each moment, and the updates below it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    longest = max(value.seconds for value in found.values())
+    figure, strips = pyplot.subplots(len(found), 1, figsize=(11, 1.9 * len(found)), sharex=True)
+    for axes, (mode, value) in zip(strips, found.items(), strict=True):
+        axes.fill_between([t for t, _ in value.samples], [s for _, s in value.samples], step="pre", alpha=0.6)
+        axes.broken_barh([(a, b - a) for a, b in value.updates], (-0.6, 0.5), color="tab:orange")
+        axes.axvline(value.seconds, color="black", linewidth=1)
+        axes.set_xlim(0, longest * 1.02)
+        axes.set_ylim(-0.7, 1.05)
+        axes.set_yticks([-0.35, 0.5], ["trainer", "engine"])
+        axes.set_title(
+            f"{mode}: {value.seconds:.1f} s, engine {value.engine:.0%}, trainer {value.trainer:.0%}", fontsize=10
+        )
+    strips[-1].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
