@@ -25,7 +25,7 @@ from megatron_async.training.lineage import Lineage
 
 UPDATE_S = 0.05
 WEIGHTS = "weights.json"
-_DEADLINE_S = 60.0
+_DEADLINE_S = 900.0
 
 
 def main() -> int:
