@@ -151,7 +151,9 @@ def test_rollout_fills_the_batches_with_groups_that_say_something(tmp_path: Path
     """Two of three prompts are always solved. Every batch must differ within its groups, within the staleness bound."""
 
     async def scenario() -> None:
-        config = make_config(tmp_path, max_staleness=bound)
+        config = make_config(
+            tmp_path, max_staleness=bound, turn_deadline_s=60.0, trajectory_deadline_s=60.0
+        )
         config = replace(config, batch=replace(config.batch, max_filtered_groups=20))
         episodes: Counter[str] = Counter()
 
