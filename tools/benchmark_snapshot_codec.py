@@ -268,12 +268,25 @@ class Adam:
             optimizer.state[master]["step"].zero_()
 
 
+def load_kernels(options: Options) -> None:
+    """Compiled code comes into memory with its first use, and belongs to no history."""
+    tensors = {"tensor": torch.zeros(1 << 17, dtype=torch.bfloat16, device=options.device)}
+    config = settings(options, 1 << 20, shadow=False, verify="full")
+    with SnapshotStore(tensors, version=0, config=config) as store:
+        for version, share in enumerate((0.02, 1.0), 1):
+            new = {name: tensor.clone() for name, tensor in tensors.items()}
+            move(options, new, share, version)
+            store.capture_update(version, new.items())
+        there_and_back(options, store, 0)
+
+
 def by_learning_rate(options: Options, lr: float) -> Iterator[Row]:
     """Memory of the history, and the switch to the version before and back."""
     masters = weights(options, 1)
     live = published(masters)
     optimizer = Adam(options, masters, lr)
     optimizer.allocate()
+    load_kernels(options)
     nbytes, before = bytes_of(live), process_bytes()
     config = settings(options, nbytes * options.versions, shadow=False, verify="full")
     with SnapshotStore(live, version=0, config=config) as store:
