@@ -15,7 +15,7 @@ from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write
 from tests.faults.chaos_run import Plan, Run, Verdict, scripted, write_config
 from tests.faults.chaos_trainer import WEIGHTS
 
-STEPS = 10
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def check_verdict(verdict: Verdict, run: Path) -> None:
 
 def test_a_run_under_fire_loses_nothing(model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, model, steps=STEPS, engines={"count": 1})
-    plan = Plan(("rollout", "stand_in", "engine"), scripted(stand_in=True), hits=3, seed=3, in_turn=True)
+    kinds = ("rollout", "stand_in", "engine")
+    plan = Plan(kinds, scripted(stand_in=True), hits=3, seed=3, in_turn=True, calm_s=(0.0, 0.3))
     verdict = Run(config, plan).play()
     check_verdict(verdict, tmp_path / "run")
     assert verdict.max_gap <= verdict.bound
