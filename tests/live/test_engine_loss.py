@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,10 @@ STEPS = 6
 FREE_STEPS = 3  # steps whose tasks are not held
 
 
-def wait_until(condition: Callable[[], bool], alive: Callable[[], bool], what: str, deadline_s: float = 600.0) -> None:
+def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str], what: str, deadline_s: float = 900.0) -> None:
     limit = time.monotonic() + deadline_s
     while not condition():
-        assert alive(), f"the run ended before {what}"
+        assert job.poll() is None, f"the run ended before {what}: {job.communicate()[0]}"
         assert time.monotonic() < limit, f"{what}: not within {deadline_s:g} s"
         time.sleep(0.2)
 
@@ -50,19 +51,20 @@ def test_a_killed_engine_comes_back_with_the_published_version(
     go = tmp_path / "go"
     config = write_config(
         tmp_path, checkpoint, steps=STEPS, layout={"world_size": 1},
-        engines={"count": 2, "router": router, "mem_fraction_static": 0.1, "max_total_tokens": 32768},
+        engines={"count": 2, "router": router, "mem_fraction_static": 0.1, "max_total_tokens": 32768,
+                 "start_deadline_s": 900},
         environment={"name": "tests.live.held_tasks:build", "options": {"file": str(go), "free": 3 * FREE_STEPS}},
         trainer={"deadline_s": 600},
     )  # fmt: skip
     run = tmp_path / "runs" / "job"
     job = start(config)
     try:
-        wait_until(lambda: len(read_metrics(run)) >= 2, lambda: job.poll() is None, "two steps")
+        wait_until(lambda: len(read_metrics(run)) >= 2, job, "two steps")
         (victim,) = [engine for engine in read_roster(run) if engine.index == 1]
         kill(victim)
         wait_until(
             lambda: any(engine.name == "1.1" and engine.serves for engine in read_roster(run)),
-            lambda: job.poll() is None, "the engine serves again",
+            job, "the engine serves again",
         )  # fmt: skip
         (back,) = [engine for engine in read_roster(run) if engine.index == 1]
         with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
