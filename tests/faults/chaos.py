@@ -43,6 +43,7 @@ KINDS = {
     "database": "every connection of the database cut",
     "full_disk": "the disk full for up to 2 s",
 }
+COMMAND = "python -m tests.faults.chaos --out runs/chaos --kills 200 --write"
 HEADS = (
     "run", "flavour", "faults", "steps", "finished", "lost", "doubled", "hangs", "orphans", "largest gap", "bound",
     "episodes continued", "begun anew", "median recovery (s)",
@@ -173,13 +174,13 @@ def write(rows: list[dict[str, Any]]) -> None:
     write_rows(
         "faults",
         [
-            Row("kills", sum(kinds.values()), "", ">= 200", conditions),
-            Row("lost", sum(len(row["lost"]) for row in rows), "trajectories", "<= 0", conditions),
-            Row("doubled", sum(len(row["doubled"]) for row in rows), "trajectories", "<= 0", conditions),
-            Row("hangs", sum(row["hangs"] for row in rows), "runs", "<= 0", conditions),
-            Row("orphans", sum(len(row["orphans"]) for row in rows), "processes", "<= 0", conditions),
-            Row("gap_over_bound", gap, "versions", "<= 0", conditions),
-            Row("other_problems", sum(len(row["problems"]) for row in rows), "", "<= 0", conditions),
+            Row("kills", sum(kinds.values()), "", ">= 200", conditions, COMMAND),
+            Row("lost", sum(len(row["lost"]) for row in rows), "trajectories", "<= 0", conditions, COMMAND),
+            Row("doubled", sum(len(row["doubled"]) for row in rows), "trajectories", "<= 0", conditions, COMMAND),
+            Row("hangs", sum(row["hangs"] for row in rows), "runs", "<= 0", conditions, COMMAND),
+            Row("orphans", sum(len(row["orphans"]) for row in rows), "processes", "<= 0", conditions, COMMAND),
+            Row("gap_over_bound", gap, "versions", "<= 0", conditions, COMMAND),
+            Row("other_problems", sum(len(row["problems"]) for row in rows), "", "<= 0", conditions, COMMAND),
         ],
     )
     (FOLDER / "faults.md").write_text(table(rows, kinds))
