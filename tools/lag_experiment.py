@@ -23,6 +23,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,16 @@ def draw(found: Mapping[str, ByGap], path: Path) -> None:
         for anchor, values in found.items():
             gaps = sorted(values)
             name = f"{anchor} (exact)" if METHOD_ANCHORS[anchor].exact else anchor
-            axes.plot(gaps, [value(values[gap]) for gap in gaps], marker="o", label=name)
+            # A mean of exactly 0 (linear at gap 0 is the rollout's own log-prob) has no place on a logarithmic axis.
+            points = [value(values[gap]) for gap in gaps]
+            shown = [point if point > 0 or not logarithmic else nan for point in points]
+            axes.plot(gaps, shown, marker="o", label=name)
         axes.set_ylabel(label)
         axes.set_xlabel("version gap of the token")
         if logarithmic:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(-0.03, 1.03)
+            axes.set_ylim(top=1.005)
         axes.grid(alpha=0.3)
     drawn[0].legend()
     figure.tight_layout()
