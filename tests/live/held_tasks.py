@@ -1,4 +1,4 @@
-"""The alternating tasks, held: episodes of later tasks wait in their second turn until a file is there.
+"""The alternating tasks, held: episodes of later tasks do not begin until a file is there.
 
 Options: `file`, its path, and `free`, the number of tasks that do not wait.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_async.rollout.environments import AssistantTurn, Split, Step, Task
+from megatron_async.rollout.environments import Split, Start, Task
 from tests.live.alternating_tasks import AlternatingEnvironment, AlternatingTasks
 
 _LOOK_S = 0.1
@@ -21,10 +21,10 @@ class HeldEnvironment(AlternatingEnvironment):
         super().__init__(reward)
         self._file = file
 
-    async def step(self, turn: AssistantTurn) -> Step:
+    async def reset(self) -> Start:
         while self._file is not None and not self._file.exists():
             await asyncio.sleep(_LOOK_S)
-        return await super().step(turn)
+        return await super().reset()
 
 
 class HeldTasks(AlternatingTasks):
