@@ -116,7 +116,8 @@ def test_rollout_and_trainer_together(tmp_path: Path) -> None:
                     assert [len({t.group_id for t in batch}), len(batch)] == [2, 4]
                 trained = [t.trajectory_id for batch in trainer.batches for t in batch]
                 assert len(trained) == len(set(trained)) == bank.counts()[State.TRAINED] == 32
-                assert bank.counts()[State.STALE] == bank.counts()[State.RUNNING] == 0
+                # What still ran at the stop is written down, for the next rollout to go on with.
+                assert bank.counts()[State.STALE] == bank.counts()[State.FAILED] == 0
                 assert controller.counters.finished >= 32 and controller.counters.generated_tokens > 0
                 assert engine.most_running <= config.rollout.concurrency
 
@@ -242,7 +243,7 @@ def test_an_engine_that_only_fails_ends_the_run_with_the_reason(tmp_path: Path) 
     """Field bug 36: not hours of silence."""
 
     async def scenario() -> None:
-        config = make_config(tmp_path, max_retries=0, turn_deadline_s=0.2)
+        config = make_config(tmp_path, max_retries=0, turn_deadline_s=1.0)
         with open_bank(config) as bank:
             async with (
                 ScriptedEngine(4, fail=lambda request: 503) as engine,
@@ -250,7 +251,7 @@ def test_an_engine_that_only_fails_ends_the_run_with_the_reason(tmp_path: Path) 
             ):
                 controller = RolloutController(config, bank, pool, ScriptedSource(), PlainChat())
                 with pytest.raises(RolloutFailure, match="engine_failure.*planned 503"):
-                    await asyncio.wait_for(controller.run(), 20)
+                    await asyncio.wait_for(controller.run(), 60)
                 assert bank.counts()[State.RUNNING] == 0
 
     asyncio.run(scenario())
