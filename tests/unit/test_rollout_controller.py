@@ -369,9 +369,10 @@ def test_status_and_timeline_say_what_happens(tmp_path: Path) -> None:
                 async def script(controller: RolloutController, trainer: Trainer) -> None:
                     await trainer.train(2)
                     async with asyncio.timeout(60):
-                        while "the trainer" not in read_status(config.run_path)["rollout"].waiting_for:
+                        while controller.counters.finished < 16 or "the trainer" not in (
+                            status := read_status(config.run_path)["rollout"]
+                        ).waiting_for:
                             await asyncio.sleep(0.1)
-                    status = read_status(config.run_path)["rollout"]
                     assert status.phase == "running" and "max_staleness=1" in status.waiting_for
 
                 status = StatusWriter(config.run_path, "rollout", interval_s=0.0)
