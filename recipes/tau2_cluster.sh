@@ -16,6 +16,7 @@ tau2_flags() {  # sets tau2_config, and environment: domain, user and the size o
     retail | telecom) tasks=40 ;;
     *) fail "DOMAIN=$domain; known: retail, airline, telecom" ;;
   esac
+  # shellcheck disable=SC2034  # the recipes read it
   case "$method" in
     exact) tau2_config=recipes/configs/qwen3_tau2.yaml ;;
     sao) tau2_config=recipes/configs/qwen3_tau2_sao.yaml ;;

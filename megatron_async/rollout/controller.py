@@ -51,6 +51,7 @@ from megatron_async.rollout.ledger import BankView, Ledger
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling
 from megatron_async.rollout.writing_down import PartialWriter, Played, Streaming
+from megatron_async.roster import read_roster
 from megatron_async.trajectory import Trajectory
 from sglang_bridge import EnginePool
 
@@ -471,6 +472,7 @@ def main(config: RunConfig) -> int:
 
 
 async def _main(config: RunConfig) -> int:
+    read_roster(config.run_path)  # a run that nobody started has no engines, and no bank either: the first says more
     with Bank.open(config.bank_url) as bank, hidden_credentials(config):  # the bank's own may be in the environment
         await _roll_out(config, bank)
     return 0
