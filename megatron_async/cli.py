@@ -193,15 +193,7 @@ def _command(commands: Commands, name: str, handler: Handler, text: str) -> argp
     return parser
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all commands."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-async",
-        description="Asynchronous RL for LLM agents: Megatron-core trains, SGLang samples, no old logit is lost.",
-    )
-    parser.add_argument("--version", action="version", version=f"megatron-async {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
+def _add_launch(commands: Commands) -> None:
     launch = _command(
         commands, "launch", _launch, "run everything: engines, rollout, trainer, evaluation, report"
     )
@@ -229,6 +221,18 @@ def build_parser() -> argparse.ArgumentParser:
     launch.add_argument(
         "--address", help="where other machines reach this one (default: its host name's address)"
     )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all commands."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-async",
+        description="Asynchronous RL for LLM agents: Megatron-core trains, SGLang samples, no old logit is lost.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-async {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    _add_launch(commands)
     for name, handler, text in (
         ("train", _train, "one trainer rank (started by torchrun)"),
         ("score", _score, "one rank of the dedicated old-logit model (started by torchrun)"),

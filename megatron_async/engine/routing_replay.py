@@ -47,8 +47,37 @@ class Tally:
     left: int = 0
 
 
-class _LayerReplay:
+class _LayerRouting:
     """What a router asks for its experts (the interface of Megatron's ``router_replay``)."""
+
+    def enter(self, _layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the layer runs; ``kwargs`` name the micro-batch that it was given."""
+        raise NotImplementedError
+
+    def leave(self, *_: Any) -> None:
+        """After the layer ran."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The scores and experts of every token, [tokens, topk] each."""
+        assert default_compute_topk is not None, "megatron-core passes its own top-k"
+        chosen, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts = self._choose(native)
+        return (chosen if experts is native else scores.gather(1, experts)), experts
+
+    def _choose(self, native: Tensor) -> Tensor:
+        """Experts [tokens, topk] to use where the router would take ``native``."""
+        raise NotImplementedError
+
+
+class _LayerReplay(_LayerRouting):
+    """Gives the recorded experts where they are known, the native ones elsewhere."""
 
     def __init__(self, column: int, split: bool, records: dict[int, Routing], tally: Tally) -> None:
         self._column = column
@@ -65,23 +94,13 @@ class _LayerReplay:
         """After the layer ran."""
         self._record = None
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The scores and experts of every token, [tokens, topk] each: recorded where known, native elsewhere."""
-        assert default_compute_topk is not None, "megatron-core passes its own top-k"
-        chosen, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+    def _choose(self, native: Tensor) -> Tensor:
         if self._record is None:
-            return chosen, native
+            return native
         experts, known = self._local(self._record)
         experts = torch.where(known[:, None], experts, native)
         self._count(experts, native, known)
-        return scores.gather(1, experts), experts
+        return experts
 
     def _local(self, record: Routing) -> tuple[Tensor, Tensor]:
         """This layer's column, for the tokens that this rank's router sees: int64 [tokens, topk], bool [tokens]."""
@@ -104,29 +123,20 @@ class _LayerReplay:
         self._tally.left += int((used[known] != recorded[known]).sum())
 
 
-class _LayerRecorder(_LayerReplay):
+class _LayerRecorder(_LayerRouting):
     """Lets the router choose by itself, and keeps what it chose of each micro-batch."""
 
-    def __init__(self, column: int, split: bool, chosen: dict[tuple[int, int], Tensor]) -> None:
-        super().__init__(column, split, {}, Tally())
+    def __init__(self, column: int, chosen: dict[tuple[int, int], Tensor]) -> None:
+        self._column = column
         self._chosen = chosen
         self._micro_batch = 0
 
     def enter(self, _layer: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._micro_batch = id(kwargs["packed_seq_params"])
 
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        assert default_compute_topk is not None, "megatron-core passes its own top-k"
-        chosen, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        self._chosen[self._micro_batch, self._column] = experts
-        return chosen, experts
+    def _choose(self, native: Tensor) -> Tensor:
+        self._chosen[self._micro_batch, self._column] = native
+        return native
 
 
 class RoutingReplay:
@@ -174,7 +184,7 @@ class RoutingReplay:
                 that the sum over all ranks is whole but for every sequence's last token.
         """
         chosen: dict[tuple[int, int], Tensor] = {}
-        with self._installed(lambda column: _LayerRecorder(column, self._split, chosen)):
+        with self._installed(lambda column: _LayerRecorder(column, chosen)):
             yield
         if not self._split and parallel_state.get_tensor_model_parallel_rank() > 0:
             return  # every tensor-parallel rank routed all tokens alike
@@ -197,7 +207,7 @@ class RoutingReplay:
         return at[here] - first, tokens[here]
 
     @contextmanager
-    def _installed(self, make: Callable[[int], _LayerReplay]) -> Iterator[None]:
+    def _installed(self, make: Callable[[int], _LayerRouting]) -> Iterator[None]:
         """Within the block every router asks what ``make`` gives for its column."""
         hooks = []
         try:

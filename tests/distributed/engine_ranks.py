@@ -26,15 +26,7 @@ from megatron_async.engine.hf_export import ExportPlan
 from megatron_async.engine.hf_reader import CheckpointReader
 from megatron_async.engine.policy import Policy, TrainStepResult
 from tests.engine_batches import OPTIMIZER, VOCAB, make_sequences, step_batches, weighted_loss
-
-FIELDS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
+from tools.benchmark_layouts import FIELDS
 
 
 def parse_layout(text: str, world_size: int) -> tuple[str, LayoutConfig]:
