@@ -59,9 +59,19 @@ class Options:
     def goals(self) -> dict[str, str]:
         return HOST_GOALS if self.on_host else DEVICE_GOALS
 
+    @property
+    def counts_cpu(self) -> bool:
+        """Whether one thread does everything, so that its CPU time is the time."""
+        return self.on_host and self.threads == 1
+
     def clock(self) -> float:
-        """Seconds: of CPU time where one thread does everything."""
-        return time.process_time() if self.on_host and self.threads == 1 else time.perf_counter()
+        """Seconds, see `time_text`."""
+        return time.process_time() if self.counts_cpu else time.perf_counter()
+
+    @property
+    def time_text(self) -> str:
+        """For the conditions of a row."""
+        return "CPU time of one thread" if self.counts_cpu else f"wall time, {self.threads} threads"
 
     def random(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
@@ -220,8 +230,8 @@ def density_rows(
     percent = f"{100 * share:g}"
     gigabytes = nbytes / 1e9
     where = (
-        f"{100 * share:g} % of {nbytes / 2e6:.0f} M bf16 weights changed, {options.threads} thread(s), "
-        f"{options.device}; copy {gigabytes / copied:.1f}, capture {gigabytes / results['capture']:.1f}, restore "
+        f"{100 * share:g} % of {nbytes / 2e6:.0f} M bf16 weights changed, {options.device}, {options.time_text}; "
+        f"copy {gigabytes / copied:.1f}, capture {gigabytes / results['capture']:.1f}, restore "
         f"{gigabytes / results['off']:.1f}, restore with digests {gigabytes / results['full']:.1f} GB/s of weights"
     )
     named = options.goals
@@ -362,8 +372,8 @@ def switch_rows(
                 else ""
             )
             where = (
-                f"gap {gap}, {nbytes / 2e6:.0f} M bf16 weights, {options.threads} thread(s), digests "
-                f"{verify} on both sides; {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(full_copies):.0f} ms"
+                f"gap {gap}, {nbytes / 2e6:.0f} M bf16 weights, {options.time_text}, digests {verify} "
+                f"on both sides; {1e3 * min(deltas):.0f} ms, full copies {1e3 * min(full_copies):.0f} ms"
             )
             yield Row(f"switch_ratio_{suffix}", round(min(deltas) / min(full_copies), 3), "", goal, where)
 

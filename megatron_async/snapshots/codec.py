@@ -84,19 +84,19 @@ def narrow_bytes(word: int) -> int:
 
 def columns_of(task: Task, segment: Segment) -> Columns:
     """Where the columns of this segment's payload lie."""
-    sizes = (
-        task.chunks * 8,
-        segment.wide * task.word,
-        segment.narrow * 2,
-        segment.wide * 2,
-        segment.width * (segment.narrow if segment.mode == Mode.SPARSE else task.length),
-    )
-    slices, position = [], 0
-    for size in sizes:
-        slices.append(slice(position, position + size))
-        position = -(-(position + size) // 8) * 8
-    counts, wide_values, offsets, wide_offsets, values = slices
-    return Columns(counts, wide_values, offsets, wide_offsets, values, position)
+    entries = segment.narrow if segment.mode == Mode.SPARSE else task.length
+    counts = slice(0, task.chunks * 8)
+    wide_values = _following(counts, segment.wide * task.word)
+    offsets = _following(wide_values, segment.narrow * 2)
+    wide_offsets = _following(offsets, segment.wide * 2)
+    values = _following(wide_offsets, segment.width * entries)
+    return Columns(counts, wide_values, offsets, wide_offsets, values, _following(values, 0).start)
+
+
+def _following(column: slice, nbytes: int) -> slice:
+    """The next column, from the next multiple of eight on."""
+    start = -(-column.stop // 8) * 8
+    return slice(start, start + nbytes)
 
 
 def dense_bytes(task: Task, width: int, wide: int) -> int:

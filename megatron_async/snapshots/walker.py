@@ -24,7 +24,8 @@ from megatron_async.snapshots.host_backend import HostKernels
 from megatron_async.snapshots.tiers import Record, RecordBuilder
 
 MASK = (1 << 64) - 1
-HOST_TASK_WORDS = 1 << 20
+HOST_TASK_WORDS = 1 << 22
+"""Most matrices of a mixture of experts are one task: a call costs as much as 30,000 sparsely changed words do."""
 DEVICE_TASK_WORDS = 1 << 24
 
 Result = TypeVar("Result")
@@ -44,13 +45,16 @@ class Weights:
         self.grid = task_grid(self.specs, self.task_words)
         self._tensors = dict(tensors)
         self.words = [words_of(tensor) for tensor in tensors.values()]
+        self._parts = {task: self.of(task, self.words) for task in self.grid}
         self.nbytes = sum(spec.nbytes for spec in self.specs)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "snapshot") if threads > 1 else None
 
     def of(self, task: Task, words: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """The words of a task, in these weights or in a set of the same shape."""
-        return (self.words if words is None else words)[task.tensor][task.start : task.start + task.length]
+        if words is None:
+            return self._parts[task]
+        return words[task.tensor][task.start : task.start + task.length]
 
     def run(self, work: Callable[[int, Task], Result], tasks: Sequence[int] | None = None) -> list[Result]:
         """Call `work(index, task)` for every task of the grid, over the threads; the first error is raised last."""
