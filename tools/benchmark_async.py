@@ -8,7 +8,13 @@ First the rollout alone, never held back, says how long generation takes at leas
 times as long as generation, per step. The bound is the slower of both sides alone. A mode's speed-up is measured
 against the synchronous one; `speedup_over_bound` is the asynchronous one's share of what the bound allows.
 
-    python -m tools.benchmark_async --model runs/tiny --write        # minutes
+Batch and concurrency fit the bound on staleness: the longest episodes (four times the mean) last less than the four
+steps that they may overlap, so that the bound need not hold the engine back for their sake.
+
+Every step is printed as it ends. A mode that is not done after --deadline seconds, or whose rollout ends, ends the
+command; its folder with the logs is then kept, and named.
+
+    python -m tools.benchmark_async --model runs/tiny --write        # six minutes on two idle cores
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 import socket
 import tempfile
 import threading
@@ -39,15 +46,18 @@ from megatron_async.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from megatron_async.observe.status import read_status
 from megatron_async.rollout.environments.base import AssistantTurn, Split, Step, Task
 from megatron_async.rollout.environments.desk import DeskEnvironment, DeskTasks
+from megatron_async.roster import Engine, write_roster
 from megatron_async.supervise import Part, python_module, supervised
 from tools.benchmark_rows import FOLDER, Row, write_rows
 
-GROUPS, GROUP_SIZE = 4, 4
+GROUPS, GROUP_SIZE, CONCURRENCY = 16, 4, 48
 MODES = {"synchronous": 0, "one step off": 1, "asynchronous": 4}
-_SAMPLE_S = 0.25
-_DEADLINE_S = 600.0
+ENGINE = {"base-ms": 5.0, "request-ms": 0.15, "median": 30, "sigma": 1.0, "longest": 400, "interval": 16}
+"""Options of the scripted endpoint."""
+_SAMPLE_S, _POLL_S = 0.25, 0.01
 
 
 class SlowDesk(DeskEnvironment):
@@ -86,80 +96,122 @@ class Measured:
 
 def main() -> int:
     args = arguments()
-    alone = measure(args, "alone", max_staleness=10 * args.steps, update_s=0.0)
+    alone = measure(args, "rollout alone", max_staleness=10 * args.steps, update_s=0.0)
     update_s = args.balance * alone.seconds / args.steps
     found = {mode: measure(args, mode, bound, update_s) for mode, bound in MODES.items()}
     bound_s = max(alone.seconds, args.steps * update_s)
-    for mode, value in found.items():
-        print(f"{mode}: {value.seconds:.1f} s, engine {value.engine:.0%}, trainer {value.trainer:.0%}")
-    print(f"rollout alone {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s")
+    say(f"bound {bound_s:.1f} s: the slower of rollout {alone.seconds:.1f} s and updates {args.steps * update_s:.1f} s")
+    for row in (made := rows(found, alone, bound_s, update_s, args)):
+        say(f"{row.figure}: {row.value}")
     draw(found, args.picture)
+    say(f"timeline: {args.picture}")
     if args.write:
         draw(found, FOLDER / "async_timeline.png")
-        write_rows("async", rows(found, alone, bound_s, update_s, args))
+        write_rows("async", made)
     return 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with the desk's tokenizer")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--balance", type=float, default=0.8, help="seconds of an update per second of generation")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for one mode (%(default)s)")
     parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "async_timeline.png")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/async.json and the picture")
     return parser.parse_args()
 
 
+def say(text: str) -> None:
+    """To the terminal at once, also through a pipe: whoever waits sees how far it is."""
+    print(text, flush=True)
+
+
 def measure(args: argparse.Namespace, mode: str, max_staleness: int, update_s: float) -> Measured:
-    """One mode, in a folder of its own."""
-    with tempfile.TemporaryDirectory() as scratch, socket.socket() as free:
+    """One mode, in a folder of its own, which is kept when it fails."""
+    folder = Path(tempfile.mkdtemp(prefix="benchmark_async_"))
+    say(f"{mode}: {args.steps} steps, updates of {update_s:.2f} s, at most {args.deadline:g} s in all")
+    try:
+        measured = run(args, mode, configuration_of(args, folder, max_staleness), update_s)
+    except BaseException:
+        say(f"{mode}: not done; bank, status and logs are in {folder}")
+        raise
+    shutil.rmtree(folder)
+    say(f"{mode}: {measured.seconds:.1f} s, engine {measured.engine:.0%}, trainer {measured.trainer:.0%}")
+    return measured
+
+
+def configuration_of(args: argparse.Namespace, folder: Path, max_staleness: int) -> RunConfig:
+    return RunConfig(
+        name="run", run_dir=str(folder), model=ModelConfig(path=str(args.model)), steps=args.steps,
+        batch=BatchConfig(groups=GROUPS, group_size=GROUP_SIZE),
+        rollout=RolloutConfig(
+            max_staleness=max_staleness, concurrency=CONCURRENCY, max_turns=4, max_new_tokens=400, max_tokens=4096,
+            poll_s=2 * _POLL_S,
+        ),
+        environment=EnvironmentConfig(name="tools.benchmark_async:build"),
+        checkpoint=CheckpointConfig(every=0),
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, mode: str, config: RunConfig, update_s: float) -> Measured:
+    """Start engine and rollout, and train."""
+    root = config.run_path
+    root.mkdir(parents=True)
+    (root / "config.yaml").write_text(configuration.dump(config))
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-        free.close()
-        config = RunConfig(
-            name="run", run_dir=scratch, model=ModelConfig(path=str(args.model)), steps=args.steps,
-            batch=BatchConfig(groups=GROUPS, group_size=GROUP_SIZE),
-            rollout=RolloutConfig(
-                max_staleness=max_staleness, concurrency=48, max_turns=4, max_new_tokens=400, max_tokens=4096,
-                poll_s=0.02,
-            ),
-            environment=EnvironmentConfig(name="tools.benchmark_async:build"),
-            checkpoint=CheckpointConfig(every=0),
-        )  # fmt: skip
-        config.run_path.mkdir(parents=True)
-        path = config.run_path / "config.yaml"
-        path.write_text(configuration.dump(config))
-        url = f"http://127.0.0.1:{port}"
-        (config.run_path / "engines.json").write_text(json.dumps({"engines": [{"url": url}]}))
-        engine = python_module(
-            "tools.scripted_endpoint", "--model", str(args.model), "--port", str(port), "--base-ms", "10",
-            "--request-ms", "0.3", "--median", "30", "--sigma", "1.0", "--longest", "400", "--interval", "8",
-        )  # fmt: skip
-        rollout = python_module("megatron_async", "rollout", "--config", str(path))
-        parts = [Part("engine", engine, config.run_path / "e.log"), Part("rollout", rollout, config.run_path / "r.log")]
-        with supervised(parts), Bank.open(config.bank_url) as bank:
-            bank.set_state(PHASE, TRAINING)
-            parts[0].start()
-            ask(url, "/server_info", wait=True)
-            parts[1].start()
-            return train(config, bank, url, parts[1], update_s)
+    url = f"http://127.0.0.1:{port}"
+    write_roster(root, [Engine(0, url)])
+    options = [f"--{name}={value}" for name, value in ENGINE.items()]
+    engine = python_module("tools.scripted_endpoint", "--model", str(args.model), "--port", str(port), *options)
+    rollout = python_module("megatron_async", "rollout", "--config", str(root / "config.yaml"))
+    parts = [Part("engine", engine, root / "engine.log"), Part("rollout", rollout, root / "rollout.log")]
+    with supervised(parts), Bank.open(config.bank_url) as bank:
+        bank.set_state(PHASE, TRAINING)
+        parts[0].start()
+        ask(url, "/server_info", wait=True)
+        parts[1].start()
+        return train(config, bank, url, update_s, Watch(mode, config, parts, args.deadline))
 
 
-def train(config: RunConfig, bank: Bank, url: str, rollout: Part, update_s: float) -> Measured:
+class Watch:
+    """Ends a mode that does not go on: `check` raises when one of `parts` ended or `deadline_s` is over."""
+
+    def __init__(self, mode: str, config: RunConfig, parts: list[Part], deadline_s: float) -> None:
+        self._mode, self._config, self._parts, self._deadline_s = mode, config, parts, deadline_s
+        self._limit = time.monotonic() + deadline_s
+
+    def check(self, bank: Bank, step: int) -> None:
+        for part in self._parts:
+            if part.poll() is not None:
+                raise part.failure()
+        if time.monotonic() < self._limit:
+            return
+        status = read_status(self._config.run_path).get("rollout")
+        rollout = "has said nothing yet" if status is None else f"is {status.phase}, waits for {status.waiting_for or '-'}"
+        raise TimeoutError(
+            f"{self._mode}: {step} of {self._config.steps} steps after {self._deadline_s:g} s (--deadline); "
+            f"{bank.peek_ready(GROUP_SIZE)} of {GROUPS} groups wait, trajectories {bank.counts()}; the rollout {rollout}. "
+            "On a busy machine raise --deadline or lower --steps"
+        )
+
+
+def train(config: RunConfig, bank: Bank, url: str, update_s: float, watch: Watch) -> Measured:
     """The trainer's side; time begins with the engine's first request."""
     measured, over = Measured(), threading.Event()
-    limit = time.monotonic() + _DEADLINE_S
     while not ask(url, "/server_info")["tokens"]:
-        check(rollout, limit)
-        time.sleep(0.01)
+        watch.check(bank, 0)
+        time.sleep(_POLL_S)
     began, version = time.monotonic(), 0
     sampler = threading.Thread(target=sample, args=(url, began, measured, over), daemon=True)
     sampler.start()
     for step in range(config.steps):
         oldest = version - config.rollout.max_staleness
         while not bank.take_batch(step, GROUPS, GROUP_SIZE, oldest):
-            check(rollout, limit)
-            time.sleep(0.01)
+            watch.check(bank, step)
+            time.sleep(_POLL_S)
         started = time.monotonic()
         time.sleep(update_s)
         measured.updates.append((started - began, time.monotonic() - began))
@@ -168,7 +220,8 @@ def train(config: RunConfig, bank: Bank, url: str, rollout: Part, update_s: floa
             ask(url, "/update_weight_version", {"new_version": str(version + 1), "abort_all_requests": False})
         bank.commit_step(step, version, version + bool(update_s))
         version += bool(update_s)
-    measured.seconds = time.monotonic() - began
+        say(f"  step {step + 1}/{config.steps}: batch after {started - began:.1f} s, done after {_since(began):.1f} s")
+    measured.seconds = _since(began)
     busy = ask(url, "/server_info")["busy_s"]
     over.set()
     sampler.join()
@@ -178,6 +231,10 @@ def train(config: RunConfig, bank: Bank, url: str, rollout: Part, update_s: floa
     return measured
 
 
+def _since(began: float) -> float:
+    return time.monotonic() - began
+
+
 def sample(url: str, began: float, measured: Measured, over: threading.Event) -> None:
     """The engine's share of every quarter of a second."""
     before, last = 0.0, 0.0
@@ -185,13 +242,6 @@ def sample(url: str, began: float, measured: Measured, over: threading.Event) ->
         now, busy = time.monotonic() - began, ask(url, "/server_info")["busy_s"]
         measured.samples.append((now, min(1.0, (busy - before) / (now - last))))
         before, last = busy, now
-
-
-def check(rollout: Part, limit: float) -> None:
-    if rollout.poll() is not None:
-        raise rollout.failure()
-    if time.monotonic() > limit:
-        raise TimeoutError(f"not done after {_DEADLINE_S:g} s")
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, wait: bool = False) -> dict[str, Any]:
@@ -213,9 +263,11 @@ def rows(
 ) -> list[Row]:
     synchronous = found["synchronous"].seconds
     conditions = (
-        f"{args.steps} steps of {GROUPS} groups of {GROUP_SIZE}, desk with slow tools, scripted engine (10 ms and "
-        f"0.3 ms per request for a decoding step; turns of 30 tokens in the median, sigma 1.0, up to 400), updates of "
-        f"{update_s:.2f} s; generation alone {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s; "
+        f"{args.steps} steps of {GROUPS} groups of {GROUP_SIZE}, {CONCURRENCY} episodes at once, staleness at most "
+        f"{', '.join(map(str, MODES.values()))}; desk with slow tools, scripted engine ({ENGINE['base-ms']:g} ms and "
+        f"{ENGINE['request-ms']:g} ms per request for a decoding step; turns of {ENGINE['median']} tokens in the median, "
+        f"sigma {ENGINE['sigma']:g}, up to {ENGINE['longest']}), updates of {update_s:.2f} s that wait; generation alone "
+        f"(the groups that finish first) {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s; "
         + ", ".join(f"{mode} {value.seconds:.1f} s" for mode, value in found.items())
     )
     speed = {mode: synchronous / value.seconds for mode, value in found.items()}

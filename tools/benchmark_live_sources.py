@@ -9,6 +9,8 @@ anchors were. Two figures besides:
 - `dedicated`: where the second model's scoring fell. Hidden is what lay under other work of the actor (its update, its
   waiting for trajectories); the rest the actor waited for [dedicated_hidden_share].
 - `interrupt`: the pause of generation against the one that publishing alone takes [interrupt_pause_ratio].
+
+--write puts the two into docs/benchmarks/snapshot.json and the table beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from megatron_async.observe.timeline import Interval, read_timeline
 from tools.benchmark_eager import SKIPPED, Metrics, median, parser_of, run
-from tools.benchmark_rows import Row, write_rows
+from tools.benchmark_rows import FOLDER, Row, write_rows
 
 SOURCES: dict[str, dict[str, object]] = {
     "start": {"objective.anchor": "start", "old_logits.reuse_training_forward": "false"},
@@ -153,6 +155,11 @@ def main() -> int:
         print(f"{row.figure} {row.value}: {row.conditions}")
     if arguments.write:
         write_rows("snapshot", made)
+        (FOLDER / "snapshot_live.md").write_text(
+            f"Every exact route on the live system, {arguments.steps} steps of the main job each, from the same policy. "
+            "Seconds per step, medians; `scoring` are the forwards for old log-probs, wherever they ran; `pause` is how "
+            f"long generation stood still; `exact` is the share of tokens with an exact anchor.\n\n{table(runs)}\n"
+        )
     return 0
 
 

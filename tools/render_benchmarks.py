@@ -55,13 +55,14 @@ def _section(name: str, rows: list[dict[str, Any]], images: list[Path]) -> str:
 
 
 def _extra(name: str, folder: Path) -> str:
-    """Text written by hand or by a tool for this benchmark (NAME.md): what the numbers mean."""
-    text = folder / f"{name}.md"
-    return text.read_text(encoding="utf-8").rstrip() + "\n" if text.is_file() else ""
+    """Texts that belong to this benchmark (NAME.md, NAME_*.md): tables, and what the numbers mean."""
+    files = [folder / f"{name}.md", *sorted(folder.glob(f"{name}_*.md"))]
+    texts = [file.read_text(encoding="utf-8").rstrip() + "\n" for file in files if file.is_file()]
+    return "\n".join(texts)
 
 
 def render(folder: Path = FOLDER) -> str:
-    """The page as Markdown: a section for each file, with NAME.md and NAME*.png beside it where they exist."""
+    """The page as Markdown: a section for each file, with NAME.md, NAME_*.md and NAME*.png beside it where they exist."""
     sections = [_HEAD]
     for path in sorted(folder.glob("*.json")):
         rows = json.loads(path.read_text(encoding="utf-8"))
