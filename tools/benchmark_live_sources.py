@@ -156,9 +156,10 @@ def main() -> int:
     if arguments.write:
         write_rows("snapshot", made)
         (FOLDER / "snapshot_live.md").write_text(
-            f"Every exact route on the live system, {arguments.steps} steps of the main job each, from the same policy. "
-            "Seconds per step, medians; `scoring` are the forwards for old log-probs, wherever they ran; `pause` is how "
-            f"long generation stood still; `exact` is the share of tokens with an exact anchor.\n\n{table(runs)}\n"
+            f"Every exact route on the live system, {arguments.steps} steps of the main job each, from one policy. "
+            "Seconds per step, medians; `scoring` are the forwards for old log-probs, wherever they ran; `pause` is "
+            "how long generation stood still; `exact` is the share of tokens with an exact anchor.\n\n"
+            f"{table(runs)}\n"
         )
     return 0
 

@@ -62,7 +62,7 @@ def _extra(name: str, folder: Path) -> str:
 
 
 def render(folder: Path = FOLDER) -> str:
-    """The page as Markdown: a section for each file, with NAME.md, NAME_*.md and NAME*.png beside it where they exist."""
+    """The page as Markdown: a section for each file, with NAME.md, NAME_*.md and NAME*.png where they exist."""
     sections = [_HEAD]
     for path in sorted(folder.glob("*.json")):
         rows = json.loads(path.read_text(encoding="utf-8"))
