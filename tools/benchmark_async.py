@@ -190,11 +190,13 @@ class Watch:
         if time.monotonic() < self._limit:
             return
         status = read_status(self._config.run_path).get("rollout")
-        rollout = "has said nothing yet" if status is None else f"is {status.phase}, waits for {status.waiting_for or '-'}"
+        rollout = "has said nothing yet"
+        if status is not None:
+            rollout = f"is {status.phase}, waits for {status.waiting_for or '-'}"
         raise TimeoutError(
             f"{self._mode}: {step} of {self._config.steps} steps after {self._deadline_s:g} s (--deadline); "
-            f"{bank.peek_ready(GROUP_SIZE)} of {GROUPS} groups wait, trajectories {bank.counts()}; the rollout {rollout}. "
-            "On a busy machine raise --deadline or lower --steps"
+            f"{bank.peek_ready(GROUP_SIZE)} of {GROUPS} groups wait, trajectories {bank.counts()}; the rollout "
+            f"{rollout}. On a busy machine raise --deadline or lower --steps"
         )
 
 
@@ -265,9 +267,10 @@ def rows(
     conditions = (
         f"{args.steps} steps of {GROUPS} groups of {GROUP_SIZE}, {CONCURRENCY} episodes at once, staleness at most "
         f"{', '.join(map(str, MODES.values()))}; desk with slow tools, scripted engine ({ENGINE['base-ms']:g} ms and "
-        f"{ENGINE['request-ms']:g} ms per request for a decoding step; turns of {ENGINE['median']} tokens in the median, "
-        f"sigma {ENGINE['sigma']:g}, up to {ENGINE['longest']}), updates of {update_s:.2f} s that wait; generation alone "
-        f"(the groups that finish first) {alone.seconds:.1f} s, updates alone {args.steps * update_s:.1f} s; "
+        f"{ENGINE['request-ms']:g} ms per request for a decoding step; turns of {ENGINE['median']:g} tokens in the "
+        f"median, sigma {ENGINE['sigma']:g}, up to {ENGINE['longest']:g}), updates of {update_s:.2f} s that wait; "
+        f"generation alone (the groups that finish first) {alone.seconds:.1f} s, updates alone "
+        f"{args.steps * update_s:.1f} s; "
         + ", ".join(f"{mode} {value.seconds:.1f} s" for mode, value in found.items())
     )
     speed = {mode: synchronous / value.seconds for mode, value in found.items()}
