@@ -68,6 +68,12 @@ def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunCon
         )
     with Bank.open(f"{_SQLITE}{bank}") as read:
         steps = sum(step.state in ("committed", "redo") for step in read.steps())
+        gone = read.discarded_through()
+    if gone >= 0:
+        raise UserError(
+            f"{recorded}: the tokens of its steps up to {gone} were deleted, since newer checkpoints hold what they "
+            "taught (bank.keep); a run that is to be replayed needs bank.keep=all from its start"
+        )
     if not steps:
         raise UserError(f"{recorded} has recorded no training step yet")
     return dataclasses.replace(config, steps=min(config.steps, steps)), bank

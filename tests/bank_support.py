@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Engine, func, select, text
 
 from megatron_async.bank import Bank, dialects
-from megatron_async.bank.tables import groups, state_counts, trajectories
+from megatron_async.bank.tables import groups, payloads, state_counts, trajectories
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 
 
@@ -46,6 +46,14 @@ def states(url: str) -> dict[str, str]:
 
 def steps_of(url: str) -> dict[str, int | None]:
     return {row.trajectory_id: row.step for row in _rows(url, select(trajectories))}
+
+
+def trajectories_with_tokens(url: str) -> dict[int | None, int]:
+    """How many trajectories of each step still have their tokens."""
+    kept = select(trajectories.c.step, func.count().label("n")).join(
+        payloads, payloads.c.position == trajectories.c.position
+    )
+    return {row.step: row.n for row in _rows(url, kept.group_by(trajectories.c.step))}
 
 
 def check_consistent(url: str) -> None:

@@ -2,7 +2,7 @@
 
 from megatron_async.bank.bank import Admitted, Bank
 from megatron_async.bank.batches import Step
-from megatron_async.bank.errors import BankError, BankOpenError
+from megatron_async.bank.errors import BankError, BankOpenError, TokensDiscarded
 from megatron_async.bank.filtering import Filtered
 from megatron_async.bank.groups import OpenGroup
 from megatron_async.bank.ledger import Version
@@ -17,5 +17,6 @@ __all__ = [
     "OpenGroup",
     "State",
     "Step",
+    "TokensDiscarded",
     "Version",
 ]

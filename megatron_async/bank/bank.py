@@ -235,7 +235,8 @@ class Bank:
         """On resume: trajectories of steps that were not committed wait again. Returns how many.
 
         checkpoint_step: last step contained in the checkpoint that is resumed. Steps committed after it are not in
-        the weights any more; `take_batch` hands their recorded batches out again, in the same order.
+        the weights any more; `take_batch` hands their recorded batches out again, in the same order. Raises
+        TokensDiscarded when the tokens of one of them were discarded.
         """
         return self._write(lambda conn: batches.rollback(conn, checkpoint_step))
 
@@ -245,9 +246,15 @@ class Bank:
     def discard_payloads(self, through_step: int) -> int:
         """Delete the tokens (not the records) of trajectories nobody can ask for again; returns how many.
 
-        through_step: last step of the oldest checkpoint one may still resume from.
+        through_step: last step of the oldest checkpoint one may still resume from. Deleted are those that were trained
+        up to it, and those that never will be (stale, filtered, failed). From then on a `rollback_uncommitted` to an
+        older checkpoint is refused.
         """
         return self._write(lambda conn: batches.discard_payloads(conn, through_step))
+
+    def discarded_through(self) -> int:
+        """Last step whose batch `discard_payloads` may have deleted; -1 while all are there."""
+        return self._read(ledger.discarded_through)
 
     # ------------------------------------------------------------------ versions and shared state
 

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, delete, exists, func, select, update
 
-from megatron_async.bank import dialects, filtering
+from megatron_async.bank import dialects, filtering, ledger
 from megatron_async.bank import groups as group_rows
-from megatron_async.bank.errors import BankError
+from megatron_async.bank.errors import BankError, TokensDiscarded
 from megatron_async.bank.states import State, move
 from megatron_async.bank.tables import groups, payloads, steps, trajectories
 
@@ -131,6 +131,11 @@ def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[s
 
 def rollback(conn: Connection, checkpoint_step: int | None) -> int:
     """See `Bank.rollback_uncommitted`."""
+    if checkpoint_step is not None and checkpoint_step < (gone := ledger.discarded_through(conn)):
+        raise TokensDiscarded(
+            f"cannot go back to the state after step {checkpoint_step}: tokens of steps up to {gone} were deleted when "
+            "newer checkpoints held what they taught (bank.keep). Resume from one of those, or start anew with --fresh"
+        )
     returned = 0
     query = select(steps.c.step, steps.c.version_before).where(steps.c.state == "reserved")
     for row in conn.execute(query.order_by(steps.c.step)).all():
@@ -148,6 +153,7 @@ def rollback(conn: Connection, checkpoint_step: int | None) -> int:
 
 def discard_payloads(conn: Connection, through_step: int) -> int:
     """See `Bank.discard_payloads`."""
+    ledger.write_discarded(conn, through_step)
     over = (State.STALE.value, State.FILTERED.value, State.FAILED.value)
     trained = (trajectories.c.state == State.TRAINED.value) & (trajectories.c.step <= through_step)
     # Correlated, so that the cost goes with the payloads that are left, not with all trajectories there were.

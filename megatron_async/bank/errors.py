@@ -9,5 +9,9 @@ class BankError(RuntimeError):
     """A transition or a record the bank must not make; the message names the id, its state and what was wanted."""
 
 
+class TokensDiscarded(BankError, UserError):
+    """What is asked for needs tokens that were deleted; the message says why they were."""
+
+
 class BankOpenError(BankError, UserError):
     """The database cannot be opened or belongs to another release; the message says how to mend it."""

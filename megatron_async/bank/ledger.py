@@ -16,6 +16,7 @@ from megatron_async.bank.errors import BankError
 from megatron_async.bank.tables import cursors, key_values, versions
 
 _CURRENT = "bank/current_version"
+_DISCARDED = "bank/discarded_through"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,17 @@ def newest_version(conn: Connection) -> int:
 def all_versions(conn: Connection) -> list[Version]:
     rows = conn.execute(select(versions).order_by(versions.c.version))
     return [Version(row.version, row.parent, row.step, row.created_at) for row in rows]
+
+
+def discarded_through(conn: Connection) -> int:
+    """See `Bank.discarded_through`."""
+    found = read_key(conn, _DISCARDED)
+    return -1 if found is None else int(found)
+
+
+def write_discarded(conn: Connection, step: int) -> None:
+    """Remember that trained batches up to `step` have no tokens any more; never goes back."""
+    write_key(conn, _DISCARDED, str(max(step, discarded_through(conn))))
 
 
 def write_key(conn: Connection, key: str, value: str) -> None:

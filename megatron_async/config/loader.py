@@ -17,6 +17,7 @@ import yaml
 from megatron_async.config import methods, typed
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.schema import (
+    BankConfig,
     LayoutConfig,
     OldLogitsConfig,
     OptimizerConfig,
@@ -105,6 +106,10 @@ def _resolve_old_logits(old_logits: OldLogitsConfig, anchor: str) -> OldLogitsCo
     return replace(old_logits, source=methods.ANCHORS[anchor].source)
 
 
+def _resolve_bank(bank: BankConfig, routed_experts: bool) -> BankConfig:
+    return bank if bank.keep != "auto" else replace(bank, keep="resumable" if routed_experts else "all")
+
+
 def resolve(config: RunConfig) -> RunConfig:
     """`config` with everything decided that can be left open; resolving twice changes nothing."""
     objective = methods.resolve_objective(config.objective)
@@ -116,6 +121,7 @@ def resolve(config: RunConfig) -> RunConfig:
         objective=objective,
         advantage=methods.resolve_advantage(config.advantage),
         old_logits=_resolve_old_logits(config.old_logits, objective.anchor),
+        bank=_resolve_bank(config.bank, config.engines.routed_experts),
     )
 
 

@@ -361,6 +361,11 @@ class BankConfig:
 
     url: str = ""
     """SQLAlchemy address. Empty: an SQLite file in the run's folder. Several nodes need a PostgreSQL address."""
+    keep: Literal["auto", "all", "resumable"] = "auto"
+    """Tokens, log-probs and experts of trajectories that were trained or thrown away. all: they stay, so that the run
+    can be replayed and looked into. resumable: they are deleted once `checkpoint.keep_last` generations hold what they
+    taught, and the disk holds no more than a resume needs. auto: resumable with `engines.routed_experts`, which takes
+    bytes for every token, layer and expert, else all."""
 
 
 @dataclass(frozen=True, slots=True)

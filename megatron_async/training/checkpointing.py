@@ -12,7 +12,8 @@ Invariants:
 - A generation is written aside, under a name that is never used again, and gets its name in one rename when files and
   manifest are on the disk. What was left aside is never read, and removed at the next start; nor is a folder read whose
   files are not all there in the sizes its manifest names.
-- Older generations go after a newer one is complete, so one can always be resumed once there was one.
+- Older generations go after a newer one is complete, so one can always be resumed once there was one. What only they
+  needed goes after them (`on_pruned`): a kill in between leaves too much, never too little.
 - The data cursor needs no copy: which prompts were issued, and which batches steps had, is in the bank, whose
   transactions outlive a kill. A resume hands the batches of later steps out again.
 """
@@ -24,7 +25,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -121,11 +122,30 @@ def list_generations(folder: Path) -> list[Generation]:
     return sorted((generation for generation in found if generation), key=lambda g: g.steps)
 
 
-class Checkpoints:
-    """Saves and restores the generations of a run. Every method is collective over the trainer ranks."""
+def prune(folder: Path, keep_last: int) -> list[Generation]:
+    """Remove all complete generations but the last; returns those that stay, oldest first."""
+    found = list_generations(folder)
+    for generation in found[:-keep_last]:
+        _remove(generation.path)
+    return found[-keep_last:]
 
-    def __init__(self, config: RunConfig, policy: Policy, control: Control) -> None:
+
+class Checkpoints:
+    """Saves and restores the generations of a run. Every method is collective over the trainer ranks.
+
+    on_pruned: called on rank 0 with the number of steps in the oldest generation that is kept, once there are
+    `checkpoint.keep_last` of them.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        control: Control,
+        on_pruned: Callable[[int], None] = lambda steps: None,
+    ) -> None:
         self._config = config
+        self._on_pruned = on_pruned
         self._settings = config.checkpoint
         self._policy = policy
         self._control = control
@@ -222,7 +242,9 @@ class Checkpoints:
                 return
             if self._control.rank == 0:
                 publish_generation(aside, self.folder / _name(steps), manifest)
-                self._prune()
+                kept = prune(self.folder, self._settings.keep_last)
+                if len(kept) == self._settings.keep_last:
+                    self._on_pruned(kept[0].steps)
             self.safe_version = version
 
         self._writer(_WEIGHTS).begin(self._policy, aside / _WEIGHTS, partial(written, _WEIGHTS), average)
@@ -267,10 +289,6 @@ class Checkpoints:
             "bank": self._config.bank_url,
             "snapshots": str(RunFiles(self._config.run_path).snapshots),
         }
-
-    def _prune(self) -> None:
-        for generation in list_generations(self.folder)[: -self._settings.keep_last]:
-            _remove(generation.path)
 
 
 def _models(parts: Mapping[str, Stateful]) -> dict[str, TokenModel]:

@@ -56,7 +56,7 @@ class Session:
         self.feed = BatchFeed(config, control, self.bank, self._waiting, anyone_late, self._catch_up)
         self.interruption = Interruption(config, control, self.bank, self._engines)
         self.scores = KeptScores(config, control, self.bank)
-        self.checkpoints = Checkpoints(config, policy, control)
+        self.checkpoints = Checkpoints(config, policy, control, self._generations_pruned)
         self.lineage = Lineage()
         self.version = self._newest = 0
         self.first_step = self._repeated_until = 0
@@ -133,6 +133,12 @@ class Session:
         if self.checkpoints.due(step + 1):
             with self.stage("checkpoint", step):
                 self.checkpoints.save(step + 1, self.version, parts)
+
+    def _generations_pruned(self, steps: int) -> None:
+        """Nobody can go back to before `steps` any more: what those steps were trained on may go."""
+        assert self.bank is not None, "rank 0 owns the bank"
+        if self.config.bank.keep == "resumable":
+            self.bank.discard_payloads(through_step=steps - 1)
 
     def publish(self) -> Published | None:
         """Publish the present version when due; None where nothing was published."""

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_async.bank import Bank
 from megatron_async.training.checkpointing import list_generations
+from tests.bank_support import trajectories_with_tokens
 from tests.engine_reference import make_model
 from tests.recorded_run import GROUP_SIZE, GROUPS, record_run
 
@@ -93,8 +94,13 @@ def check_killed_run(config: Path, kills: int, seed: int, uninterrupted: dict[st
 def test_a_killed_run_ends_with_the_same_bits(
     model: Path, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
 ) -> None:
-    config = record_run(tmp_path / "run", model, STEPS)
+    """Also with a bank that keeps no more than a resume needs: the last two of the generations 3, 6, 9 and 12."""
+    config = record_run(tmp_path / "run", model, STEPS, bank={"keep": "resumable"})
     check_killed_run(config, 2, 1, uninterrupted)
+    url = f"sqlite:///{config.parent / 'bank.sqlite'}"
+    with Bank.open(url) as bank:
+        assert bank.discarded_through() == 8
+    assert trajectories_with_tokens(url) == {step: GROUPS * GROUP_SIZE for step in (9, 10, 11)}
 
 
 @pytest.mark.slow

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 import sqlalchemy
 
-from megatron_async.bank import Admitted, Bank, BankError, BankOpenError, OpenGroup, State, batches, dialects
+from megatron_async.bank import (
+    Admitted,
+    Bank,
+    BankError,
+    BankOpenError,
+    OpenGroup,
+    State,
+    TokensDiscarded,
+    batches,
+    dialects,
+)
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from tests.bank_support import (
     check_consistent,
@@ -305,10 +315,28 @@ def test_payloads_go_when_no_checkpoint_can_ask_for_them(bank: Bank) -> None:
         bank.take_batch(step, 1, 2, 0)
         bank.commit_step(step, 0, 0)
     collect(bank, "bad", "c2", status=Status.ABORTED)
+    assert bank.discarded_through() == -1
     assert bank.discard_payloads(through_step=0) == 3
+    assert bank.discard_payloads(through_step=0) == 0
+    assert bank.discarded_through() == 0
     assert bank.rollback_uncommitted(checkpoint_step=0) == 0
     assert ids(bank.take_batch(1, 1, 2, 0)) == ["b.0", "b.1"]
     assert bank.counts()["trained"] == 2
+
+
+def test_nobody_goes_back_to_before_what_was_discarded(bank: Bank) -> None:
+    """Refused as a whole: afterwards the bank is as it was, and newer checkpoints can still be resumed."""
+    for step, g in enumerate("abc"):
+        collect_group(bank, g)
+        bank.take_batch(step, 1, 2, 0)
+        bank.commit_step(step, 0, 0)
+    bank.discard_payloads(through_step=1)
+    bank.discard_payloads(through_step=0)  # an older generation that came back changes nothing
+    with pytest.raises(TokensDiscarded, match="state after step 0: tokens of steps up to 1 were deleted"):
+        bank.rollback_uncommitted(checkpoint_step=0)
+    assert [step.state for step in bank.steps()] == ["committed"] * 3
+    bank.rollback_uncommitted(checkpoint_step=1)
+    assert ids(bank.take_batch(2, 1, 2, 0)) == ["c.0", "c.1"]
 
 
 # ---------------------------------------------------------------- versions

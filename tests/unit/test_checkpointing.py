@@ -63,6 +63,15 @@ def test_a_generation_of_the_same_steps_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
 
 
+def test_pruning_keeps_the_newest_and_counts_complete_ones_only(tmp_path: Path) -> None:
+    for steps in (3, 6, 9, 12):
+        write_generation(tmp_path, steps)
+    (tmp_path / "step_000009" / MANIFEST).unlink()
+    assert [generation.steps for generation in checkpointing.prune(tmp_path, 2)] == [6, 12]
+    assert [generation.steps for generation in checkpointing.prune(tmp_path, 3)] == [6, 12]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000006", "step_000009", "step_000012"]
+
+
 def test_gaps_count_updates_not_ids() -> None:
     """Versions 3..5 were lost; the run resumed at 2 and goes on with 6 (its parent is 2) and 7."""
     line = Lineage([(0, None), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 2)])

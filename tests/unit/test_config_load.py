@@ -58,7 +58,14 @@ def test_everything_left_open_is_decided():
     assert (config.objective.anchor, config.old_logits.source) == ("start", "start")
     assert (config.objective.mask_low, config.objective.mask_high) == (0.990, 1.010)
     assert (config.objective.clip_low, config.objective.clip_high) == (0.003, 0.004)
+    assert config.bank.keep == "all"
     assert "auto" not in dump(config)
+
+
+def test_routed_experts_do_not_stay_for_ever():
+    assert from_dict({**MINIMAL, "engines": {"routed_experts": True}}).bank.keep == "resumable"
+    kept = from_dict({**MINIMAL, "engines": {"routed_experts": True}, "bank": {"keep": "all"}})
+    assert kept.bank.keep == "all"
 
 
 def test_given_thresholds_win_over_the_papers():

@@ -64,6 +64,14 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, overrides: list[str]
         prepare(run, "test" if "name=test" in overrides else "again", overrides)
 
 
+def test_a_run_whose_tokens_were_discarded_is_refused(tmp_path: Path) -> None:
+    run = recorded(tmp_path)
+    with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
+        bank.discard_payloads(through_step=0)
+    with pytest.raises(UserError, match="steps up to 0 were deleted.* needs bank.keep=all"):
+        prepare(run, "again", [])
+
+
 def test_a_run_without_a_trained_step_has_nothing_to_replay(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="recorded no training step"):
         prepare(recorded(tmp_path, steps=0), "again", [])
