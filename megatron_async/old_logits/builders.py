@@ -60,14 +60,13 @@ def _rollout(request: _Request) -> OldLogitSource:
 
 
 def _snapshot(request: _Request) -> OldLogitSource:
-    config = request.config
-    on_disk = config.snapshots.disk_bytes is None or config.snapshots.disk_bytes > 0
-    folder = history_folder(config) if on_disk else None
-    return _over(request, open_history(config, request.policy, request.version, folder))
+    folder = disk_folder(request.config)
+    return _over(request, open_history(request.config, request.policy, request.version, folder))
 
 
 def _snapshot_full(request: _Request) -> OldLogitSource:
-    return _over(request, open_full_copies(request.config, request.policy, request.version))
+    folder = disk_folder(request.config)
+    return _over(request, open_full_copies(request.config, request.policy, request.version, folder))
 
 
 def _over(request: _Request, history: WeightHistory) -> SnapshotSource:
@@ -165,6 +164,11 @@ def history_folder(config: RunConfig) -> Path:
     return RunFiles(config.run_path).snapshots / f"rank_{dist.get_rank():04d}"
 
 
+def disk_folder(config: RunConfig) -> Path | None:
+    """`history_folder`, or None where the history may not use the disk."""
+    return None if config.snapshots.disk_bytes == 0 else history_folder(config)
+
+
 def peer_file(config: RunConfig, rank: int) -> Path:
     """Where a trainer rank leaves the address that its scorer rank calls."""
     return RunFiles(config.run_path).root / "scorer" / f"rank_{rank:04d}.json"
@@ -199,17 +203,21 @@ def open_history(config: RunConfig, policy: Policy, version: int, folder: Path |
     return store
 
 
-def open_full_copies(config: RunConfig, policy: Policy, version: int) -> FullCopyStore:
-    """The history of this rank's weights as full copies in host memory."""
+def open_full_copies(
+    config: RunConfig, policy: Policy, version: int, folder: Path | None
+) -> FullCopyStore:
+    """The history of this rank's weights as full copies; folder: on disk too, or None to keep it in memory."""
     options, tensors = config.snapshots, dict(policy.named_parameters())
     # A copy rounds every tensor up to the arena's grain.
     copy = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors.values())
     copies = config.rollout.max_staleness + COPIES_BEYOND_WINDOW
     settings = SnapshotConfig(
         host_bytes=copies * copy if options.host_bytes is None else options.host_bytes,
+        disk_bytes=options.disk_bytes,
+        durable=options.durable,
         threads=options.threads,
         verify=options.verify,
         pin_memory=platform.setup().is_gpu,
         deadline_s=config.trainer.deadline_s,
     )
-    return FullCopyStore(tensors, version=version, config=settings)
+    return FullCopyStore(tensors, version=version, config=settings, directory=folder)

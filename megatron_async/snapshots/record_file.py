@@ -231,6 +231,10 @@ class RecordFile:
         check_counts(task, segment, counts)
         return torch.from_numpy(octets if octets.flags.writeable else octets.copy())
 
+    def stored(self, task: int) -> np.ndarray:
+        """uint8[n]: what was given to the writer for a task that the file has."""
+        return self._read(self._rows[task])
+
     def _read(self, row: np.void) -> np.ndarray:
         octets = np.empty(int(row["stored"]), np.uint8)
         if not self.path.exists():

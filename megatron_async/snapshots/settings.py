@@ -27,7 +27,7 @@ class SnapshotConfig:
         compression_level: zstd level on the way to disk; 0 to leave payloads as they are.
         compress_in_memory: compress in memory too: smaller by a third to a half, slower by a factor of five to ten.
         pin_memory: page-lock the host memory, for transfers to a device.
-        task_words: words per unit of work; None for 1 Mi on a host and 16 Mi elsewhere.
+        task_words: words per unit of work; None for 4 Mi on a host and 16 Mi elsewhere.
         deadline_s: longest wait for weights that another thread uses.
     """
 

@@ -17,6 +17,7 @@ from megatron_async.snapshots import (
     DamagedRecordError,
     DigestMismatchError,
     DiskFullError,
+    FullCopyStore,
     SnapshotBusyError,
     SnapshotConfig,
     SnapshotStore,
@@ -24,6 +25,7 @@ from megatron_async.snapshots import (
     UnknownVersionError,
 )
 from megatron_async.snapshots import record_file as record_module
+from megatron_async.snapshots.references import References
 from tests.snapshot_support import Bits, bits, refusal, same, toggle
 
 DISK_ONLY = SnapshotConfig(host_bytes=0, keep_last=100)
@@ -320,3 +322,77 @@ def test_forgetting_a_damaged_version_lets_the_rest_live(tmp_path: Path) -> None
             with store.at(0):
                 pytest.fail("the block must not run")
     assert not (tmp_path / "record-00000002.delta").exists()
+
+
+def full_copies(folder: Path, last: int = 3, **options: Any) -> tuple[dict[str, torch.Tensor], dict[int, Bits]]:
+    """A closed store of full copies, of which memory holds one, with versions 0 to `last`."""
+    tensors = small_tensors()
+    config = SnapshotConfig(**({"host_bytes": 9_000, "keep_last": 100} | options))
+    history = {0: bits(tensors)}
+    with FullCopyStore(tensors, version=0, config=config, directory=folder) as store:
+        for version in range(1, last + 1):
+            toggle(tensors, 0.5, version)
+            assert store.capture(version).tier == "host"
+            history[version] = bits(tensors)
+    return tensors, history
+
+
+def test_full_copies_survive_and_numbering_goes_on(tmp_path: Path) -> None:
+    tensors, history = full_copies(tmp_path)
+    with FullCopyStore(tensors, version=3, config=DISK_ONLY, directory=tmp_path) as store:
+        assert store.versions() == [0, 1, 2, 3]
+        for version, wanted in history.items():
+            with store.at(version):
+                assert same(tensors, wanted)
+        toggle(tensors, 0.5, 99)
+        assert store.capture(4).tier == "disk"
+    with pytest.raises(DigestMismatchError, match="not version 3"):
+        FullCopyStore(tensors, version=3, config=DISK_ONLY, directory=tmp_path)
+    with pytest.raises(TensorSetError, match="history of other tensors"):
+        SnapshotStore(tensors, version=4, config=DISK_ONLY, directory=tmp_path)
+
+
+def test_full_copies_leave_the_disk_with_their_version(tmp_path: Path) -> None:
+    tensors, _ = full_copies(tmp_path, last=6, keep_last=2)
+    assert sorted(path.name for path in tmp_path.glob("keyframe-*")) == [
+        f"keyframe-{version:08d}.delta" for version in (4, 5, 6)
+    ]
+    with FullCopyStore(tensors, version=6, config=DISK_ONLY, directory=tmp_path) as store:
+        with pytest.raises(UnknownVersionError, match=r"version 1 is not in memory or .*copies of \[4, 5, 6\]"):
+            store.check(1)
+
+
+def test_a_damaged_full_copy_is_named_and_the_weights_stay(tmp_path: Path) -> None:
+    tensors, history = full_copies(tmp_path)
+    cut, flipped = (tmp_path / f"keyframe-0000000{version}.delta" for version in (1, 2))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    content = bytearray(flipped.read_bytes())
+    content[7_000] ^= 4
+    flipped.write_bytes(content)
+    with FullCopyStore(tensors, version=3, config=DISK_ONLY, directory=tmp_path) as store:
+        with pytest.raises(DamagedRecordError, match="version 1 cannot be restored.*truncated"):
+            store.check(1)
+        for version in (1, 2):
+            with pytest.raises(DamagedRecordError, match=f"keyframe-0000000{version}"), store.at(version):
+                pytest.fail("the block must not run")
+            assert same(tensors, history[3])
+        with store.at(0):
+            assert same(tensors, history[0])
+        store._references = References(keep_last=1)
+        assert store.collect() == [0, 2]
+        assert [path.name for path in tmp_path.glob("keyframe-*")] == ["keyframe-00000003.delta"]
+
+
+def test_full_copies_keep_to_the_disk_budget(tmp_path: Path) -> None:
+    tensors, _ = full_copies(tmp_path, last=1)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    config = SnapshotConfig(host_bytes=0, keep_last=100, disk_bytes=size + 2_000)
+    with FullCopyStore(tensors, version=1, config=config, directory=tmp_path) as store:
+        wanted = bits(tensors)
+        with pytest.raises(DiskFullError, match="disk budget"):
+            store.capture(2)
+        assert store.versions() == [0, 1]
+        assert store.live_version == 1
+        with store.at(0):
+            pass
+        assert same(tensors, wanted)

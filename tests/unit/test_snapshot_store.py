@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,15 @@ def check_every_walk(
             assert same(tensors, history[home]), (first, second)
 
 
+FULL = {"full": (64 << 20, False), "full spilling": (900_000, True), "full on disk": (0, True)}
+"""Host memory of stores of full copies, and whether there is a directory. A copy takes about 400,000 bytes."""
+
+
 def build(kind: str, tensors: dict[str, torch.Tensor], folder: Path) -> SnapshotStore | FullCopyStore:
-    if kind == "full":
-        return FullCopyStore(tensors, version=0, config=CONFIG)
+    if kind in FULL:
+        size, on_disk = FULL[kind]
+        config = replace(CONFIG, host_bytes=size, durable=kind != "full spilling")
+        return FullCopyStore(tensors, version=0, config=config, directory=folder if on_disk else None)
     options = {
         "memory": {}, "disk only": {"host_bytes": 0}, "small memory": {"host_bytes": 60_000}, "threads": {"threads": 3},
         "keyframes": {"keyframe_every": 3}, "keyframes on disk": {"keyframe_every": 2, "host_bytes": 0},
@@ -86,7 +93,7 @@ KINDS = [
     "packed",
     "spilling",
     "three tiers",
-    "full",
+    *FULL,
 ]
 
 
@@ -451,12 +458,14 @@ def test_full_copies_refuse_by_budget_and_report_damage() -> None:
         store.capture(2)
     tensors["w"] -= 1
     wanted = bits(tensors)
-    store._copies[0].blocks[0].data[5] ^= 1
-    with pytest.raises(DigestMismatchError, match="version 0 was damaged in memory"):
+    blocks = store._copies[0].blocks
+    assert blocks is not None
+    blocks[0].data[5] ^= 1
+    with pytest.raises(DigestMismatchError, match="copy of version 0 is damaged"):
         with store.at(0):
             pytest.fail("the block must not run")
     assert same(tensors, wanted)
-    assert store.usage() == {"host": 2 * 4_032}
+    assert store.usage() == {"host": 2 * 4_032, "disk": 0}
     store.close()
 
 
