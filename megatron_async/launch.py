@@ -197,8 +197,8 @@ def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], addre
     return Others(files, [node.number for node in nodes[1:]], hosting, where, deadline)
 
 
-def create_folder(config: RunConfig, *, fresh: bool, resume: bool = False) -> RunFiles:
-    """Make the run's folder with its resolved configuration.
+def create_folder(config: RunConfig, *, fresh: bool, resume: bool | None = None) -> RunFiles:
+    """Make the run's folder with its resolved configuration. resume: None for commands that cannot go on with a run.
 
     Raises UserError when a run of that name is there and neither is asked for: its trajectories and metrics would mix
     with the new ones.
@@ -207,9 +207,10 @@ def create_folder(config: RunConfig, *, fresh: bool, resume: bool = False) -> Ru
     if fresh and resume:
         raise UserError("--fresh deletes what --resume would go on with: choose one")
     if files.config.exists() and not (fresh or resume):
+        ways = "" if resume is None else "--resume to go on with it, "
         raise UserError(
-            f"{files.root} already holds a run. Pass --resume to go on with it, --fresh to delete it and start again, "
-            "or choose another name (--set name=...)."
+            f"{files.root} already holds a run. Pass {ways}--fresh to delete it and start again, or choose another "
+            "name (--set name=...)."
         )
     if fresh and files.root.exists():
         _empty(files.root)
