@@ -106,7 +106,7 @@ def _trainer_alone(
     config: RunConfig, command: str, name: str, metric: str, output: Path, fresh: bool
 ) -> int:
     with claimed(config.run_path):
-        files = create_folder(config, fresh=fresh)
+        files = create_folder(config, fresh=fresh, resume=None)
         part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
         return _watched(part, name, metric, config, output)
 
@@ -114,7 +114,7 @@ def _trainer_alone(
 def train_alone(config: RunConfig, prepare: Callable[[RunFiles], None], *, fresh: bool = False) -> int:
     """The trainer ranks alone, on what `prepare` puts into the run's new folder; returns the exit code."""
     with claimed(config.run_path):
-        files = create_folder(config, fresh=fresh)
+        files = create_folder(config, fresh=fresh, resume=None)
         prepare(files)
         return _watched(trainer_part(config, files), "replay", "loss", config, files.checkpoint)
 
@@ -197,7 +197,7 @@ def _other_machines(config: RunConfig, files: RunFiles, nodes: list[Node], addre
     return Others(files, [node.number for node in nodes[1:]], hosting, where, deadline)
 
 
-def create_folder(config: RunConfig, *, fresh: bool, resume: bool | None = None) -> RunFiles:
+def create_folder(config: RunConfig, *, fresh: bool, resume: bool | None = False) -> RunFiles:
     """Make the run's folder with its resolved configuration. resume: None for commands that cannot go on with a run.
 
     Raises UserError when a run of that name is there and neither is asked for: its trajectories and metrics would mix

@@ -21,6 +21,8 @@ def test_a_run_is_neither_mixed_with_another_nor_lost(tmp_path: Path) -> None:
     (files.root / "bank.sqlite").write_text("trajectories")
     with pytest.raises(UserError, match=r"--resume.*--fresh"):
         launch.create_folder(configured(tmp_path), fresh=False)
+    with pytest.raises(UserError, match=r"Pass --fresh"):  # commands that cannot go on with a run
+        launch.create_folder(configured(tmp_path), fresh=False, resume=None)
     assert (files.root / "bank.sqlite").exists()
 
 
