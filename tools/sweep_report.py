@@ -31,9 +31,12 @@ _COLUMNS = {
     "masked": ("masked", 1.0, 3),
     "clipped": ("clipped", 1.0, 3),
     "ESS": ("ess", 1.0, 3),
+    "explained variance": ("explained_variance", 1.0, 2),
     "s/step": ("step_seconds", 1.0, 2),
+    "waiting, %": ("waiting", 100.0, 0),
     "run, s": ("seconds", 1.0, 0),
 }
+"""Heading -> measure, factor and digits. Columns that no run has a value for are left out."""
 
 Rows = list[dict[str, Any]]
 
@@ -53,14 +56,32 @@ def grouped(rows: Rows) -> dict[tuple[str, ...], Rows]:
 
 
 def value_of(row: Mapping[str, Any], name: str) -> float | None:
-    """A measure of a row; `clipped` is both ends, `stale` the trajectories thrown away as too old."""
+    """A measure of a row; `clipped` is both ends, `stale` the trajectories thrown away as too old, `waiting` the share
+    of the trainer's time in which it had no batch, `recovery_<i>` the steps to recover from switch i (from 0 on)."""
     if name == "clipped":
         ends = [row["clipped_high"], row["clipped_low"]]
         return None if None in ends else sum(ends)
     if name == "stale":
         return float(row["trajectories"]["stale"])
+    if name == "waiting":
+        return float(row["wait_seconds"]) / float(row["step_seconds"])
+    if name.startswith("recovery_"):
+        place = int(name.removeprefix("recovery_"))
+        found: list[int | None] = row["recovery_steps"]
+        return found[place] if place < len(found) else None
     value: float | None = row[name]
     return value
+
+
+def columns_of(rows: Rows) -> dict[str, tuple[str, float, int]]:
+    """The columns that some run has a value for, and one for each switch of the environment."""
+    switches = max((len(row["recovery_steps"]) for row in rows), default=0)
+    recovery = {f"steps to recover, switch {i + 1}": (f"recovery_{i}", 1.0, 1) for i in range(switches)}
+    return {
+        heading: column
+        for heading, column in (_COLUMNS | recovery).items()
+        if any(value_of(row, column[0]) is not None for row in rows) or heading in recovery
+    }
 
 
 def mean_and_spread(values: Sequence[float | None]) -> tuple[float, float, int] | None:
@@ -73,13 +94,13 @@ def mean_and_spread(values: Sequence[float | None]) -> tuple[float, float, int] 
 
 def table(rows: Rows) -> str:
     """Markdown: a row for each configuration, mean ± spread over its seeds."""
-    axes = list(rows[0]["values"])
+    axes, columns = list(rows[0]["values"]), columns_of(rows)
     lines = [
-        "| " + " | ".join([*axes, "seeds", *_COLUMNS, "stale"]) + " |",
-        "|" + "---|" * (len(axes) + len(_COLUMNS) + 2),
+        "| " + " | ".join([*axes, "seeds", *columns, "stale"]) + " |",
+        "|" + "---|" * (len(axes) + len(columns) + 2),
     ]
     for values, members in grouped(rows).items():
-        cells = [_cell(members, *column) for column in _COLUMNS.values()]
+        cells = [_cell(members, *column) for column in columns.values()]
         stale = sum(int(row["trajectories"]["stale"]) for row in members)
         lines.append("| " + " | ".join([*values, str(len(members)), *cells, str(stale)]) + " |")
     return "\n".join(lines)
@@ -90,8 +111,8 @@ def _cell(members: Rows, name: str, scale: float, digits: int) -> str:
     if found is None:
         return "–"
     mean, spread, count = found
-    text = f"{scale * mean:.{digits}f}"
-    return f"{text} ± {scale * spread:.{digits}f}" if count > 1 else text
+    text = f"{scale * mean:.{digits}f}" + (f" ± {scale * spread:.{digits}f}" if count > 1 else "")
+    return text if count == len(members) else f"{text} ({count} of {len(members)})"
 
 
 def write(sweep: Sweep, rows: Rows, folder: Path, *, publish: bool) -> str:
@@ -108,11 +129,12 @@ def write(sweep: Sweep, rows: Rows, folder: Path, *, publish: bool) -> str:
 
 
 def _heading(sweep: Sweep, rows: Rows) -> str:
-    seeds = sorted({row["seed"] for row in rows})
+    seeds, steps = sorted({row["seed"] for row in rows}), sorted({row["steps"] for row in rows})
     return (
-        f"Sweep `{sweep.name}`: {len(rows)} finished runs of {rows[0]['steps']} steps on seeds "
+        f"Sweep `{sweep.name}`: {len(rows)} finished runs of {' or '.join(map(str, steps))} steps on seeds "
         f"{', '.join(map(str, seeds))}; mean ± sample standard deviation over seeds. ρ, masked, clipped, ESS and gap "
-        "are over all trained action tokens; success is on held-out tasks. Stale: trajectories thrown away as too old."
+        "are over all trained action tokens; success is on held-out tasks. Waiting: share of the trainer's time "
+        "without a batch. Stale: trajectories thrown away as too old."
     )
 
 
