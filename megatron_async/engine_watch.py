@@ -3,7 +3,7 @@
 Invariants
 - An engine serves once it is known to hold the version that was last published; one that was started again is `late`
   until then, and the trainer publishes to it.
-- What the trainer reports as no good is started again.
+- What the trainer reports as no good is started again; what it wants drained serves nobody meanwhile.
 - With fewer engines than `engines.quorum` that answer or are being started, the run ends with the reasons.
 """
 
@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import Self
 
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PUBLISHED
+from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config.schema import RunConfig
 from megatron_async.fleet import Fleet
 from megatron_async.machines import Others
-from megatron_async.roster import LATE, SERVING, Engine, failed_key, write_roster
+from megatron_async.roster import DRAINING, LATE, SERVING, Engine, failed_key, write_roster
 from megatron_async.supervise import PartFailed
 from sglang_bridge import EngineClient, EngineError
 from sglang_bridge.event_loop import BackgroundLoop
@@ -147,12 +147,18 @@ class EngineWatch:
 
     def _write(self) -> None:
         found = self._found()
-        now = [replace(e, state=SERVING if e.name in self._serving else LATE) for e in found]
+        drained = (self._bank.get_state(DRAIN) or "").split()
+        now = [replace(engine, state=self._state(engine, drained)) for engine in found]
         if now != self._written:
             write_roster(self._config.run_path, now, self._router)
             self._written = now
             self._serving &= {engine.name for engine in now}
         self._announce(self.urls)
+
+    def _state(self, engine: Engine, drained: Sequence[str]) -> str:
+        if engine.name not in self._serving:
+            return LATE
+        return DRAINING if engine.name in drained else SERVING
 
 
 async def _version(url: str, key: str) -> int:

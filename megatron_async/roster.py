@@ -20,6 +20,9 @@ SERVING = "serving"
 LATE = "late"
 """It answers, but does not hold the published version yet: the trainer publishes to it, nobody samples from it."""
 
+DRAINING = "draining"
+"""It ends what runs on it, to be published to afterwards: nobody sends it anything new."""
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:

@@ -20,12 +20,14 @@ _TOLERATED = 2
 class Member:
     """State of one engine in a pool.
 
-    probe_at: monotonic time from which it may be asked for its health again; None while it serves.
+    version: the least that it is known to sample with; 0 when it has not said. probe_at: monotonic time from which it
+    may be asked for its health again; None while it serves.
     failures_in_a_row: since an answer was good.
     """
 
     client: EngineClient
     in_flight: int = 0
+    version: int = 0
     last_failure: str = ""
     failures_in_a_row: int = 0
     probe_at: float | None = None

@@ -9,6 +9,8 @@ Invariants
 - An engine that is left out takes requests again only after it answered and holds ``required_version``; each failure in
   a row leaves it out for twice as long (quarantine).
 - An engine taken off the list gets no new request; those it has are finished (drained).
+- A request with a ``min_version`` goes to no engine that is known to hold an older one, and waits for one that is newer
+  without keeping others from a place.
 - Control (pause, version, weights) is not the pool's: it goes to each engine, through the publisher.
 """
 
@@ -31,14 +33,17 @@ from sglang_bridge.protocol import Chunk, Generation, SamplingOptions
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_ASK_VERSIONS_S = 0.5
 # Answers of a healthy engine that refuses this request: another engine would refuse it too.
 _NOT_NOW = (408, 425, 429)
 
 
 @dataclass(slots=True)
 class _Way:
-    """Where a request has been: addresses it was sent to, tokens of it that were delivered."""
+    """Where a request may go and has been: the oldest version it accepts, addresses it was sent to, tokens of it that
+    were delivered."""
 
+    min_version: int = 0
     tried: list[str] = field(default_factory=list)
     delivered: int = 0
 
@@ -91,7 +96,7 @@ class EnginePool:
         self._gone = ClientCounters()
         self._queue = asyncio.Lock()
         self._nobody_since: float | None = None
-        self._asked_all_at = -math.inf
+        self._asked_all_at = self._asked_versions_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _member(self, url: str) -> Member:
@@ -188,7 +193,8 @@ class EnginePool:
     async def _ask_version(self, member: Member, deadline_s: float) -> int | None:
         try:
             async with asyncio.timeout(deadline_s):
-                return await member.client.version()
+                member.version = await member.client.version()
+                return member.version
         except EngineError as error:
             self._leave_out(member, str(error))
         except TimeoutError:
@@ -205,8 +211,11 @@ class EnginePool:
         rid: str | None = None,
         on_chunk: OnChunk | None = None,
         return_routed_experts: bool = False,
+        min_version: int = 0,
     ) -> Generation:
         """``EngineClient.generate`` on the least loaded serving engine, and on another one if that fails.
+
+        ``min_version``: the oldest weights that may answer, where engines of two versions serve at a time.
 
         Raises:
             EngineUnreachable: no engine for ``patience_s``, the last of ``attempts`` broke, or one broke after it had
@@ -214,7 +223,7 @@ class EnginePool:
             EngineTimeout: ``deadline_s`` is over, or an engine fell silent.
             EngineError: the engine refused the request, or the last answer contradicts itself.
         """
-        way = _Way()
+        way = _Way(min_version)
 
         def watched(chunk: Chunk) -> Any:
             way.delivered += len(chunk.output_ids)
@@ -241,7 +250,7 @@ class EnginePool:
         self, send: Callable[[EngineClient], Coroutine[Any, Any, Generation]], way: _Way
     ) -> Generation:
         while True:
-            member = await self._place(way.tried)
+            member = await self._place(way)
             way.tried.append(member.client.url)
             try:
                 return await self._on(member, send(member.client))
@@ -265,20 +274,37 @@ class EnginePool:
         member.failures_in_a_row = 0
         return generation
 
-    async def _place(self, tried: Sequence[str]) -> Member:
+    async def _place(self, way: _Way) -> Member:
         """The engine for a request, with a place on it taken. Prefers those it was not tried on.
 
         First come, first served: one request at a time looks, the others queue behind it.
         """
+        while True:
+            member = await self._place_in_turn(way)
+            if member is not None:
+                return member
+            await self._learn_versions()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _learn_versions(self) -> None:
+        now = time.monotonic()
+        if now - self._asked_versions_at >= _ASK_VERSIONS_S:
+            self._asked_versions_at = now
+            await self.versions(self.health_deadline_s)
+
+    async def _place_in_turn(self, way: _Way) -> Member | None:
+        """None when engines serve, but none is known to be new enough: others need not wait for that."""
         async with self._queue:
             while True:
                 self._start_due_probes()
                 serving = [member for member in self._samplers if member.serves]
+                if serving and not (serving := [m for m in serving if m.version >= way.min_version]):
+                    return None
                 limit = self.max_in_flight * (1 if self._router is None else max(1, len(self._members)))
                 free = [member for member in serving if member.in_flight < limit]
                 if free:
                     self._nobody_since = None
-                    chosen = min(free, key=lambda member: (tried.count(member.client.url), member.in_flight))
+                    chosen = min(free, key=lambda member: (way.tried.count(member.client.url), member.in_flight))
                     chosen.in_flight += 1
                     return chosen
                 if not serving:
@@ -330,16 +356,20 @@ class EnginePool:
         member.probing = True
         try:
             await self._health(member)
-            version = None if member is self._router else await member.client.version()
-            if version is not None and version < self.required_version:
-                raise EngineError(f"holds version {version}, but {self.required_version} is required",
-                                  url=member.client.url)
+            if member is not self._router:
+                await self._require_version(member)
         except EngineError as error:
             self._leave_out(member, str(error))
         else:
             member.take_back()
         finally:
             member.probing = False
+
+    async def _require_version(self, member: Member) -> None:
+        member.version = await member.client.version()
+        if member.version < self.required_version:
+            raise EngineError(f"holds version {member.version}, but {self.required_version} is required",
+                              url=member.client.url)
 
     async def _health(self, member: Member) -> None:
         try:

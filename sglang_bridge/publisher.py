@@ -281,6 +281,17 @@ class Publisher:
             verified="+".join(proofs),
         )
 
+    def running(self) -> int:
+        """Requests that run or wait on the engines now: 0 when they are drained.
+
+        Raises:
+            PublishError: names the engine that did not answer.
+        """
+        return sum(_requests(load) for load in self._loads())
+
+    def _loads(self) -> list[dict[str, Any]]:
+        return self._calls.everywhere("count running requests", lambda client: client.load())
+
     # -- holding engines ------------------------------------------------------------------------------------------
 
     def hold(self) -> float:
@@ -307,8 +318,8 @@ class Publisher:
             return
         # Retracting first and aborting then is the same as the engine's abort, which polls once a second.
         self._calls.everywhere("pause", lambda client: client.pause("retract"))
-        for load in self._calls.everywhere("count running requests", lambda client: client.load()):
-            progress.aborted_requests += int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
+        for load in self._loads():
+            progress.aborted_requests += _requests(load)
             progress.aborted_tokens += int(load["num_total_tokens"])
         self._calls.everywhere("abort running requests", lambda client: client.abort_all())
 
@@ -411,6 +422,10 @@ class Publisher:
         concurrent.futures.wait(calls, timeout=2.0)
         # The traceback is dropped: its frames would keep the group's store, and with it waiting peers, alive.
         raise failed(step, blamed, len(calls), cause) from cause.with_traceback(None)
+
+
+def _requests(load: dict[str, Any]) -> int:
+    return int(load["num_running_reqs"]) + int(load["num_waiting_reqs"])
 
 
 async def _begin_update(client: EngineClient) -> None:

@@ -15,5 +15,8 @@ nanoseconds since 1970, and so a new one each time."""
 WRITTEN_DOWN = "rollout/written_down"
 """The value of `WRITE_DOWN` that the rollout has answered."""
 
+DRAIN = "engines/drain"
+"""Names (`roster.Engine.name`) of the engines that the trainer wants to fall idle, separated by blanks."""
+
 PUBLISHED = "published_version"
 """The version that the engines were last published: one that was started anew serves once it holds it. Empty: 0."""

@@ -107,11 +107,12 @@ def _check_source(config: RunConfig) -> list[str]:
             "snapshots.shadow: false takes differences where weights follow fp32 masters, and those of model.dtype: "
             "float32 have none; set model.dtype: bfloat16, or snapshots.shadow: null"
         ]
-    if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode == "in_place"):
+    if source == "interrupt" and (config.publish.every != 1 or config.publish.pause_mode in ("in_place", "drain")):
         return [
-            f"objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
-            f"published and no KV cache outlive it; set publish.every to 1 (it is {config.publish.every}) and "
-            f"publish.pause_mode to retract or abort (it is {config.publish.pause_mode}), or use anchor snapshot"
+            "objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
+            "published and nothing be sampled by it afterwards; set publish.every to 1 (it is "
+            f"{config.publish.every}) and publish.pause_mode to retract or abort (it is {config.publish.pause_mode}), or "
+            "use anchor snapshot"
         ]
     if source not in (anchor.source, *anchor.other_sources):
         return [

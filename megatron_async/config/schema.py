@@ -311,10 +311,16 @@ class PublishConfig:
     transport: Literal["distributed", "disk"] = "distributed"
     """distributed broadcasts over a process group; disk writes a checkpoint that the servers read, which needs a file
     system that both sides see and is slower."""
-    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    pause_mode: Literal["retract", "abort", "in_place", "drain"] = "retract"
     """What happens to running requests: retract recomputes their KV cache under the new weights, so old log-probs stay
     exact; abort ends them as partial responses that are continued; in_place continues over the old cache, which is
-    fastest and leaves the tokens after the switch without exact log-probs (they are flagged)."""
+    fastest and leaves the tokens after the switch without exact log-probs (they are flagged); drain gives an engine no
+    new requests, lets the running ones end under the old weights, and then updates it while the other engines serve:
+    no answer is interrupted, and the trainer waits for one engine after the other."""
+    drain_s: float = 60.0
+    """With pause_mode drain: longest wait for the running requests of an engine. Those that still run are retracted."""
+    drain_at_once: int = 1
+    """With pause_mode drain: engines that are drained at a time. More is a shorter wait, and fewer serve meanwhile."""
     bucket_bytes: int = 256 * MIB
     """Weights sent in one message. Larger is fewer messages and more memory on both sides."""
     verify: Literal["canary", "checksum", "off"] = "canary"

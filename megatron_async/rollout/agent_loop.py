@@ -58,7 +58,7 @@ _TRY_AGAIN = (408, 425, 429)
 
 
 class Sampler(Protocol):
-    """What the agent loop needs of `sglang_bridge.EngineClient` or `EnginePool`."""
+    """What the agent loop needs of `sglang_bridge.EnginePool`."""
 
     async def generate(
         self,
@@ -68,6 +68,7 @@ class Sampler(Protocol):
         rid: str | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
         return_routed_experts: bool = False,
+        min_version: int = 0,
     ) -> Generation: ...
 
 
@@ -93,7 +94,8 @@ class EpisodeLimits:
     policy or one call of the environment. trajectory_deadline_s: longest life of the episode. max_retries: how often
     one turn's request may be repeated after an engine failed. stale_kv: the engines keep KV across weight updates
     (pause mode in_place), so tokens of a newer version are flagged with the KV's version. routed_experts: ask the
-    engines for the experts of every token.
+    engines for the experts of every token. mixed_versions: engines of two versions serve at a time (pause mode drain),
+    so a turn must go to one that is no older than the turns before it.
     """
 
     max_turns: int
@@ -103,6 +105,7 @@ class EpisodeLimits:
     max_retries: int = 3
     stale_kv: bool = False
     routed_experts: bool = False
+    mixed_versions: bool = False
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeLimits:
@@ -115,6 +118,7 @@ class EpisodeLimits:
             max_retries=rollout.max_retries,
             stale_kv=config.publish.pause_mode == "in_place",
             routed_experts=config.engines.routed_experts,
+            mixed_versions=config.publish.pause_mode == "drain",
         )
 
 
@@ -441,6 +445,7 @@ class _Episode:
                 turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
                 on_chunk=on_chunk,
                 return_routed_experts=self.limits.routed_experts,
+                min_version=(self.trajectory.max_version or 0) if self.limits.mixed_versions else 0,
             )
         except (EngineUnreachable, EngineTimeout):
             streamed.settle()

@@ -2,7 +2,8 @@
 
 Invariants: ranks never desynchronise (the export is a collective that every rank runs to its end, also when the
 engines fail; the failure is raised on all ranks afterwards); an engine that fails costs one more export, not the run:
-the version is sent again to the others, and the engine catches up when it is back.
+the version is sent again to the others, and the engine catches up when it is back. Where engines are drained, some get
+a version while the others still serve the one before: it is published when all hold it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _CANARY_LENGTH = 48
 _CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
 """Largest difference of one log-prob between engines that hold the same weights: rounding of about 1e-6 in float32;
 in bfloat16 up to 0.2 on a tiny random model, where a routing decision flips. Wrong weights differ by several units."""
+
+_NOTHING: dict[str, Any] = {"paused_seconds": 0.0, "bytes": 0, "aborted_tokens": 0}
 
 Report = Callable[[], dict[str, Any]]
 
@@ -74,10 +77,33 @@ class WeightPublisher:
         """
         started = time.monotonic()
         canary = self._canary(version)
-        while True:
-            values = self._try(version, canary)
-            if values is not None:
-                return Published(version=version, seconds=time.monotonic() - started, **values)
+        if self._config.pause_mode == "drain":
+            values = self._in_turn(version, canary)
+        else:
+            values = self._to_all(version, canary)
+        return Published(version=version, seconds=time.monotonic() - started, **values)
+
+    def _to_all(self, version: int, canary: Canary | None) -> dict[str, Any]:
+        while (values := self._try(version, canary)) is None:
+            continue
+        return values
+
+    def _in_turn(self, version: int, canary: Canary | None) -> dict[str, Any]:
+        """Some engines after the others: each time drained first, while the rest serve. What it cost in all."""
+        total = dict(_NOTHING)
+        while self._control.json_from_rank_zero(lambda: self._drain_next(version)):
+            for name, value in self._apart(version, canary).items():
+                total[name] += value
+        self._control.json_from_rank_zero(lambda: self._all_hold(version))
+        return total
+
+    def _drain_next(self, version: int) -> int:
+        assert self._engines is not None, "rank 0 owns the engines"
+        return self._engines.drain_next(version)
+
+    def _all_hold(self, version: int) -> None:
+        assert self._engines is not None, "rank 0 owns the engines"
+        self._engines.published(version)
 
     def _try(self, version: int, canary: Canary | None) -> dict[str, Any] | None:
         if not self._control.json_from_rank_zero(self._present):
@@ -105,29 +131,33 @@ class WeightPublisher:
 
     def _nobody(self, version: int) -> dict[str, Any]:
         """No engine is there: whichever comes back is late, and gets the weights while the trainer waits."""
-        assert self._engines is not None, "rank 0 owns the engines"
-        self._engines.published(version)
-        return {"paused_seconds": 0.0, "bytes": 0, "aborted_tokens": 0}
+        self._all_hold(version)
+        return dict(_NOTHING)
 
     def catch_up(self, version: int) -> None:
         """Publish the resident weights to the engines that are late, and to no others. Collective."""
-        canary = self._canary(version)
+        self._apart(version, self._canary(version))
+
+    def _apart(self, version: int, canary: Canary | None) -> dict[str, Any]:
+        """Publish to the engines that are late or drained; what it cost, nothing when it failed."""
         publisher = self._engines.to_late_ones() if self._engines is not None else None
         try:
             report = self._send(publisher, version, canary)
-            self._control.json_from_rank_zero(lambda: self._caught_up(report))
+            values: dict[str, Any] = self._control.json_from_rank_zero(lambda: self._caught_up(report))
+            return values
         finally:
             if publisher is not None:
                 publisher.close()
 
-    def _caught_up(self, report: Report) -> None:
+    def _caught_up(self, report: Report) -> dict[str, Any]:
         assert self._engines is not None, "rank 0 owns the engines"
         try:
-            report()
+            values = report()
         except PublishError as error:
             self._engines.leave_out(error)
-        else:
-            self._engines.caught_up()
+            return dict(_NOTHING)
+        self._engines.caught_up()
+        return values
 
     def _send(self, publisher: Publisher | None, version: int, canary: Canary | None) -> Report:
         if self._config.transport == "disk":

@@ -63,6 +63,7 @@ class RuleSampler:
         rid: str | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
         return_routed_experts: bool = False,
+        min_version: int = 0,
     ) -> Generation:
         call = len(self.calls)
         self.calls.append((list(input_ids), sampling))

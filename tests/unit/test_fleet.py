@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PUBLISHED
+from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config import from_dict
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
@@ -237,6 +237,18 @@ def test_an_engine_serves_again_once_it_holds_the_published_version(machine: Mac
             assert machine.said[-1] == "engine 1 holds version 3 and serves"
 
     asyncio.run(scenario())
+
+
+def test_what_the_trainer_wants_drained_serves_nobody_until_it_is_done(machine: Machine, bank: Bank) -> None:
+    with machine.fleet() as fleet, watch_of(machine, fleet, bank) as watching:
+        watching.begin()
+        bank.set_state(DRAIN, "1.0")
+        watching.tick()
+        assert states(machine) == {"0.0": "serving", "1.0": "draining"}
+        assert len(watching.urls) == 1
+        bank.set_state(DRAIN, "")
+        watching.tick()
+        assert states(machine) == {"0.0": "serving", "1.0": "serving"}
 
 
 def test_what_the_trainer_reports_is_started_again(machine: Machine, bank: Bank) -> None:
