@@ -31,7 +31,7 @@ SOURCES: dict[str, dict[str, object]] = {
     "dedicated": {"objective.anchor": "dedicated"},
     "interrupt": {"objective.anchor": "interrupt"},
 }
-COLUMNS = ("step", "stage", "scoring", "pause", "exact", "mean |log r_d|")
+COLUMNS = ("step", "stage", "scoring", "pause", "exact", "mean absolute log r_d")
 
 
 @dataclass(frozen=True, slots=True)
