@@ -23,6 +23,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.fleet import Fleet
 from megatron_async.machines import Others
 from megatron_async.roster import DRAINING, LATE, SERVING, Engine, failed_key, write_roster
+from megatron_async.router import Router
 from megatron_async.supervise import PartFailed
 from sglang_bridge import EngineClient, EngineError
 from sglang_bridge.event_loop import BackgroundLoop
@@ -32,8 +33,8 @@ _POLL_S = 0.5
 
 
 class EngineWatch:
-    """bank: read for what was published and reported. others: engines of other machines. announce: called with the
-    addresses of the serving engines when they change (for a router). As a block, it closes its connections."""
+    """bank: read for what was published and reported. others: engines of other machines. router: in front of the
+    engines, told which of them serve, and looked after too. As a block, it closes its connections."""
 
     def __init__(
         self,
@@ -44,11 +45,10 @@ class EngineWatch:
         say: Callable[[str], None],
         *,
         api_key: str = "",
-        router: str = "",
-        announce: Callable[[Sequence[str]], None] = lambda urls: None,
+        router: Router | None = None,
     ) -> None:
         self._config, self._fleet, self._others, self._bank, self._say = config, fleet, others, bank, say
-        self._key, self._router, self._announce = api_key, router, announce
+        self._key, self._router = api_key, router
         self._serving: set[str] = set()
         self._written: list[Engine] | None = None
         self._asked: dict[str, Future[int]] = {}
@@ -77,9 +77,11 @@ class EngineWatch:
         """Look after the engines; call it about twice a second.
 
         Raises:
-            PartFailed: too few of them are left.
+            PartFailed: too few of them are left, or the router failed too often.
         """
         self._fleet.tick()
+        if self._router is not None:
+            self._router.tick()
         self._others.check()
         for engine in self._found():
             reason = self._bank.get_state(failed_key(engine.name))
@@ -150,10 +152,11 @@ class EngineWatch:
         drained = (self._bank.get_state(DRAIN) or "").split()
         now = [replace(engine, state=self._state(engine, drained)) for engine in found]
         if now != self._written:
-            write_roster(self._config.run_path, now, self._router)
+            write_roster(self._config.run_path, now, self._router.url if self._router is not None else "")
             self._written = now
             self._serving &= {engine.name for engine in now}
-        self._announce(self.urls)
+        if self._router is not None:
+            self._router.follow(self.urls)
 
     def _state(self, engine: Engine, drained: Sequence[str]) -> str:
         if engine.name not in self._serving:

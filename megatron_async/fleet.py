@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from megatron_async.config.placement import EngineSlot, Node
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine_key import ensure_key
 from megatron_async.observe import RunFiles
+from megatron_async.restarting import RestartBudget
 from megatron_async.roster import LATE, Engine
 from megatron_async.supervise import describe_exit, on_second_signal
 from sglang_bridge import EngineClient, EngineError, EngineServer, EngineStartError, ServerOptions
@@ -33,8 +34,6 @@ Say = Callable[[str], None]
 
 _STOP_S = 3.0
 _HEALTH_EVERY_S = 5.0
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 60.0
 
 RUNNING, STARTING, PAUSING, GIVEN_UP = "running", "starting", "waits to be started", "given up"
 
@@ -45,10 +44,10 @@ class _Slot:
 
     place: EngineSlot
     server: EngineServer
+    budget: RestartBudget
     state: str = STARTING
     incarnation: int = 0
     until: float = 0.0
-    failures: list[float] = field(default_factory=list)
     last_failure: str = ""
     restarts: int = 0
     heard_of: float = 0.0
@@ -92,7 +91,7 @@ class Fleet:
             if self._node.engines:
                 self._say(f"starting {len(self._node.engines)} engine(s), which takes up to a minute or two")
             for place in self._node.engines:
-                slot = _Slot(place, self._server(place))
+                slot = _Slot(place, self._server(place), RestartBudget(self._config.engines))
                 self._slots.append(slot)
                 slot.server.start()
             for slot in self._slots:
@@ -218,18 +217,15 @@ class Fleet:
 
     def _failed(self, slot: _Slot, reason: str) -> None:
         """Count a failure, and decide whether there is another try."""
-        now, engines = self._clock(), self._config.engines
-        slot.failures = [t for t in slot.failures if now - t <= engines.restart_window_s] + [now]
         slot.last_failure = reason
         slot.server.stop(0.0)  # what it left behind
-        if len(slot.failures) > engines.max_restarts:
+        pause = slot.budget.failed(self._clock())
+        if pause is None:
             slot.state = GIVEN_UP
-            what = f"given up after {len(slot.failures)} failures in {engines.restart_window_s:g} s"
         else:
-            pause = min(_FIRST_PAUSE_S * 2.0 ** (len(slot.failures) - 1), _LONGEST_PAUSE_S)
-            slot.state, slot.until = PAUSING, now + pause
-            what = f"started again in {pause:g} s"
-        self._say(f"engine {slot.place.index} at {slot.server.url} {reason}\nengine {slot.place.index}: {what}")
+            slot.state, slot.until = PAUSING, self._clock() + pause
+        index, what = slot.place.index, slot.budget.describe(pause)
+        self._say(f"engine {index} at {slot.server.url} {reason}\nengine {index}: {what}")
 
     def _start_again(self, slot: _Slot) -> None:
         slot.restarts += 1

@@ -160,9 +160,7 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         _other_machines(config, files, nodes, address) as others,
         fleet(config, files, nodes[0], others.address, say) as here,
         router(config, files, say) as front,
-        EngineWatch(
-            config, here, others, bank, say, api_key=read_key(files.root), router=front.url, announce=front.follow
-        ) as watching,
+        EngineWatch(config, here, others, bank, say, api_key=read_key(files.root), router=front) as watching,
     ):
         # Until the trainer has given the engines the version that it goes on from, they hold the first one.
         bank.set_state(PHASE, RESUMING if bank.versions()[-1].version > 0 else TRAINING)
@@ -170,17 +168,16 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         others.gather(here.tick)
         watching.begin()
         say(f"{len(watching.urls)} engine(s) ready; logs are in {files.logs}")
-        ticks = (watching.tick, front.check)
         if not read_evaluations(config.run_path):
-            _evaluate(config, watching.wait(), 0, *ticks)
+            _evaluate(config, watching.wait(), 0, watching.tick)
         others.train()
         trainer = trainer_part(config, files, others.address)
         with supervised([]) as parts, Progress(config) as progress:
             training = [*_scorer(config, files, nodes[0].scorer_devices), trainer]
             roles = Roles(config, training, rollout_part(files), parts)
-            roles.run(progress.refresh, Silence(config.run_path, say), *ticks)
+            roles.run(progress.refresh, Silence(config.run_path, say), watching.tick)
         watching.training_ended(files.checkpoint)
-        _evaluate(config, watching.wait(), config.steps, *ticks)
+        _evaluate(config, watching.wait(), config.steps, watching.tick)
     if here.restarts:
         say("\n".join(here.describe()))
 

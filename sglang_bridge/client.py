@@ -274,8 +274,10 @@ class EngineClient:
         return True
 
     async def check(self) -> None:
-        """Ask the engine's scheduler, or the router, whether it is there. Raises ``EngineError``."""
-        await self._call("GET", "/health" if self.router else "/server_info")
+        """Ask the engine's scheduler whether it is there, or the router whether an engine is behind it.
+
+        Raises ``EngineError``."""
+        await self._call("GET", "/readiness" if self.router else "/server_info")
 
     async def info(self) -> dict[str, Any]:
         """``/server_info``: the server's arguments and live state, through its scheduler."""

@@ -111,8 +111,8 @@ def _check_source(config: RunConfig) -> list[str]:
         return [
             "objective.anchor: interrupt scores tokens while their version is resident, so every version must be "
             "published and nothing be sampled by it afterwards; set publish.every to 1 (it is "
-            f"{config.publish.every}) and publish.pause_mode to retract or abort (it is {config.publish.pause_mode}), or "
-            "use anchor snapshot"
+            f"{config.publish.every}) and publish.pause_mode to retract or abort (it is "
+            f"{config.publish.pause_mode}), or use anchor snapshot"
         ]
     if source not in (anchor.source, *anchor.other_sources):
         return [

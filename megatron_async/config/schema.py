@@ -285,8 +285,8 @@ class EngineConfig:
     """Longest silence of a server, beyond `publish.deadline_s` (it may be deaf while it loads weights), before it is
     taken for frozen, killed and started again."""
     max_restarts: int = 3
-    """How often one server is started again within `restart_window_s` before it is given up. It takes requests again
-    once it holds the published version. 0 gives up at the first failure."""
+    """How often one server (or the router) is started again within `restart_window_s` before it is given up. A server
+    takes requests again once it holds the published version. 0 gives up at the first failure."""
     restart_window_s: float = 1800.0
     """Failures older than this are forgotten."""
     quorum: int = 1

@@ -154,7 +154,7 @@ def test_failures_long_ago_are_forgotten(machine: Machine) -> None:
                 slot.heard_of = machine.now
             machine.now += 0.1
             for slot in fleet._slots:
-                slot.failures = [t - 1001 for t in slot.failures]
+                slot.budget._failures = [t - 1001 for t in slot.budget._failures]
         assert fleet.hopeful == 2 and fleet.restarts == 5
 
 
@@ -268,7 +268,7 @@ def test_too_few_engines_end_the_run_with_the_reasons(machine: Machine, bank: Ba
         for process in machine.processes:
             process.exit_code = 1
         for slot in fleet._slots:
-            slot.failures = [machine.now] * 2
+            slot.budget._failures = [machine.now] * 2
         with pytest.raises(PartFailed, match=r"(?s)0 of 2 engines are left, engines.quorum is 1.*engine 0: given up"):
             watching.tick()
 
