@@ -67,7 +67,9 @@ class Run:
         """Differences, without a shadow copy wherever masters step before the weights do; and full copies."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shadow = not self.policy.has_masters
-        settings = SnapshotConfig(host_bytes=self.nbytes, keep_last=VERSIONS + 1, shadow=shadow)
+        # A few versions spill to disk; thousands of walks among fifty would mostly decompress, so memory holds those.
+        room = self.nbytes * (1 if VERSIONS < 10 else VERSIONS)
+        settings = SnapshotConfig(host_bytes=room, keep_last=VERSIONS + 1, shadow=shadow)
         copies = SnapshotConfig(host_bytes=(VERSIONS + 2) * self.nbytes, keep_last=VERSIONS + 1)
         store = SnapshotStore(self.tensors, version=0, config=settings, directory=self.folder)
         if not shadow:
