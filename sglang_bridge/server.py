@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -37,6 +38,9 @@ from sglang_bridge.lifetime import KEY_VARIABLE, PARENT_VARIABLE
 
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 25
+_OWN_PORTS = range(20_000, 32_000)
+"""Below the ports that Linux (from 32,768), BSD and Windows (from 49,152) give to outgoing connections."""
+_PORT_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +270,21 @@ def is_loopback(host: str) -> bool:
 def claim_port(host: str, port: int) -> int:
     """``port``, checked to be free, or a free one for 0.
 
+    A free one is taken below the range from which the system gives ports to outgoing connections: a server binds its
+    port only after half a minute of loading, and one of that range may be gone by then.
+
     Raises:
         EngineStartError: the port is in use or the address is not of this machine.
     """
+    if port == 0:
+        for candidate in random.SystemRandom().sample(_OWN_PORTS, _PORT_TRIES):
+            with contextlib.suppress(EngineStartError):
+                return _free(host, candidate)
+    return _free(host, port)
+
+
+def _free(host: str, port: int) -> int:
+    """As ``claim_port``; 0 is any port that the system gives."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free

@@ -36,7 +36,8 @@ def test_a_checkpoint_that_is_not_there_is_refused_at_once(make: object, message
 
 
 def test_a_free_port_is_found_and_a_foreign_address_refused() -> None:
-    assert claim_port("127.0.0.1", 0) > 1023
+    # Outside what outgoing connections take: one of them could hold the port by the time the server has loaded.
+    assert all(20_000 <= claim_port("127.0.0.1", 0) < 32_768 for _ in range(5))
     with pytest.raises(EngineStartError, match="cannot listen on 192.0.2.1"):
         claim_port("192.0.2.1", 0)
 
