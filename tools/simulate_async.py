@@ -3,7 +3,8 @@
     python -m tools.simulate_async runs/quickstart                                  # all old-logit sources
     python -m tools.simulate_async runs/quickstart --engines 1 2 4 --bound 0 1 2    # every combination
     python -m tools.simulate_async recipes/simulation/agents.yaml --nodes 1 2 4     # a plan without a run
-    python -m tools.simulate_async runs/a --predict runs/b runs/c                   # how good is it? (--publish)
+    python -m tools.simulate_async runs/a --halves --predict runs/b --write         # how good is it?
+    python -m tools.simulate_async --closed-form --write                            # against the closed form
 
 The model is calibrated from the folder of a run, or written down in YAML (docs/simulation.md says what it leaves out).
 """
@@ -25,7 +26,6 @@ from megatron_async.config import ConfigError
 from megatron_async.config.loader import apply_override, parse_yaml
 from megatron_async.config.typed import build, to_plain
 from megatron_async.errors import UserError
-from megatron_async.observe import read_metrics
 from megatron_async.simulation import (
     EngineModel,
     OldLogitModel,
@@ -38,12 +38,17 @@ from megatron_async.simulation import (
     calibrate,
     simulate,
 )
-from megatron_async.simulation.calibration import SKIPPED_STEPS
 from megatron_async.simulation.scenario import SOURCES
-from tools.benchmark_rows import Row, write_rows
+from tools.benchmark_rows import write_rows
+from tools.simulation_checks import (
+    closed_form_rows,
+    predict,
+    predict_second_half,
+    prediction_rows,
+    predictions_table,
+)
 
 EXIT_USER_ERROR = 2
-TOLERANCE = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,84 +186,6 @@ def table(results: Sequence[tuple[Scenario, Result]]) -> Table:
     return made
 
 
-# ---------------------------------------------------------------- how good is it
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A run predicted by the model of another. Seconds per step, mean version gap of trained tokens."""
-
-    run: str
-    settings: str
-    measured_seconds: float
-    predicted_seconds: float
-    measured_gap: float
-    predicted_gap: float
-
-    @property
-    def error(self) -> float:
-        """|predicted - measured| / measured, of the step time."""
-        return abs(self.predicted_seconds - self.measured_seconds) / self.measured_seconds
-
-
-def predict(model: Scenario, run_path: Path, seed: int) -> Prediction:
-    """What `model`, calibrated elsewhere, says of a run under that run's own policy, against what was measured.
-
-    Engines, trainer, publishing and workload are the model's; taken from the run are only its settings.
-    """
-    policy = calibrate(run_path)
-    rollout = replace(policy.rollout, recording=model.rollout.recording, turnaround=model.rollout.turnaround)
-    publish = replace(model.publish, every=policy.publish.every, retract=policy.publish.retract)
-    scenario = replace(
-        model,
-        engines=replace(model.engines, count=policy.engines.count),
-        trainer=replace(model.trainer, nodes=policy.trainer.nodes),
-        rollout=rollout,
-        publish=publish,
-    )
-    rows = read_metrics(run_path)[SKIPPED_STEPS:]
-    result = simulate(scenario, steps=max(60, len(rows)), seed=seed)
-    gaps = [row["version_gap/mean"] for row in rows if row.get("version_gap/mean") is not None]
-    return Prediction(
-        run_path.name,
-        f"bound {rollout.bound}, {rollout.concurrency} at once, batch {rollout.batch}, publish every {publish.every}",
-        (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1),
-        result.step_seconds,
-        sum(gaps) / len(gaps),
-        result.gap_mean,
-    )
-
-
-def predictions_table(predictions: Sequence[Prediction]) -> Table:
-    """Measured beside predicted."""
-    made = Table(title="Predicted against measured", title_justify="left")
-    for title in ("run", "settings", "s/step measured", "predicted", "error", "gap measured", "predicted"):
-        made.add_column(title, justify="left" if title in ("run", "settings") else "right")
-    for one in predictions:
-        made.add_row(
-            one.run, one.settings, f"{one.measured_seconds:.2f}", f"{one.predicted_seconds:.2f}", f"{one.error:.1%}",
-            f"{one.measured_gap:.2f}", f"{one.predicted_gap:.2f}",
-        )  # fmt: skip
-    return made
-
-
-def figures(source: str, predictions: Sequence[Prediction]) -> list[Row]:
-    """The errors in the benchmarks' form."""
-    each = "; ".join(
-        f"{one.run} ({one.settings}): {one.measured_seconds:.2f} s measured, {one.predicted_seconds:.2f} s predicted, "
-        f"gap {one.measured_gap:.2f} and {one.predicted_gap:.2f}"
-        for one in predictions
-    )
-    return [
-        Row(
-            "simulation_step_error",
-            [round(one.error, 4) for one in predictions],
-            goal=f"<= {TOLERANCE}",
-            conditions=f"mean step time predicted by a model calibrated on the run {source} alone; {each}",
-        )
-    ]
-
-
 # ---------------------------------------------------------------- command line
 
 
@@ -267,7 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="folder of a run to calibrate from, or a YAML plan")
+    parser.add_argument("model", type=Path, nargs="?", help="folder of a run to calibrate from, or a YAML plan")
     for flag, text in (
         ("--engines", "numbers of engines"), ("--nodes", "numbers of trainer nodes"),
         ("--bound", "values of rollout.max_staleness"), ("--concurrency", "trajectories running at once"),
@@ -282,12 +209,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="simulated steps of each variant (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--predict", type=Path, nargs="+", metavar="RUN", help="compare with these measured runs"
+        "--predict", type=Path, nargs="+", default=[], metavar="RUN", help="compare with these measured runs"
     )
     parser.add_argument(
-        "--publish", action="store_true", help="with --predict: write docs/benchmarks/async.json"
+        "--halves", action="store_true", help="calibrate on the first half of the run, compare with the second"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--closed-form", action="store_true", help="compare mean staleness with the closed form; needs no run"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write what was compared into docs/benchmarks/async.json"
+    )
+    options = parser.parse_args(arguments)
+    if (options.model is None) != options.closed_form:
+        parser.error("give the folder of a run or a YAML plan, or --closed-form without one")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,14 +239,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace, console: Console) -> None:
+    if options.closed_form:
+        _compare_closed_form(options, console)
+    elif options.predict or options.halves:
+        _compare_runs(options, console)
+    else:
+        _explore(options, console)
+
+
+def _compare_closed_form(options: argparse.Namespace, console: Console) -> None:
+    rows = closed_form_rows()
+    for row in rows:
+        console.print(f"{row.figure}: {row.value}, goal {row.goal}\n{row.conditions}", highlight=False)
+    if options.write:
+        write_rows("async", rows)
+
+
+def _compare_runs(options: argparse.Namespace, console: Console) -> None:
+    predictions = [predict_second_half(options.model, options.seed)] if options.halves else []
+    if options.predict:
+        model = overridden(read_scenario(options.model, options.seed), options.overrides)
+        console.print(describe(model), highlight=False)
+        name = options.model.name
+        predictions += [predict(model, path, options.seed, calibrated=name) for path in options.predict]
+    console.print(predictions_table(predictions))
+    if options.write:
+        write_rows("async", prediction_rows(predictions))
+
+
+def _explore(options: argparse.Namespace, console: Console) -> None:
     scenario = overridden(read_scenario(options.model, options.seed), options.overrides)
     console.print(describe(scenario), highlight=False)
-    if options.predict:
-        predictions = [predict(scenario, path, options.seed) for path in options.predict]
-        console.print(predictions_table(predictions))
-        if options.publish:
-            write_rows("async", figures(options.model.name, predictions))
-        return
     results: list[tuple[Scenario, Any]] = []
     for variant, problem in variants(scenario, options):
         if problem:

@@ -88,20 +88,28 @@ class Cumulative:
         )
 
 
-def calibrate(run_path: Path) -> Scenario:
-    """The scenario of a finished (or running) run; change parts of it with `dataclasses.replace` to ask what if.
-
-    Raises UserError when the folder holds too little: fewer than five steps, or no trajectory.
-    """
+def read_config(run_path: Path) -> RunConfig:
+    """The configuration of a run's folder, wherever that was moved. Raises UserError when it is none."""
     if not RunFiles(run_path).config.is_file():
         raise UserError(f"{run_path} is not the folder of a run (it has no config.yaml)")
     config = configuration.load(RunFiles(run_path).config)
-    rows = read_metrics(run_path)[SKIPPED_STEPS:]
+    return replace(config, run_dir=str(run_path.parent), name=run_path.name)
+
+
+def calibrate(run_path: Path, steps: int | None = None) -> Scenario:
+    """The scenario of a finished (or running) run; change parts of it with `dataclasses.replace` to ask what if.
+
+    steps: only the first so many of the run are looked at, and what was finished by then; None: all of it.
+    Raises UserError when the folder holds too little: fewer than five steps, or no trajectory.
+    """
+    config = read_config(run_path)
+    rows = read_metrics(run_path)[:steps][SKIPPED_STEPS:]
     if len(rows) < 3:
-        raise UserError(f"{run_path} has {len(rows) + SKIPPED_STEPS} steps; calibration needs at least five")
-    recording = recording_seconds(config, run_path)
-    observed = read_observed(config, rows[0]["time"] - rows[0]["seconds/step"], recording)
-    timeline = [i for i in read_timeline(run_path) if i.part == "trainer"]
+        raise UserError(f"{run_path}: {len(rows) + SKIPPED_STEPS} steps are too few; calibration needs at least five")
+    since, until = rows[0]["time"] - rows[0]["seconds/step"], rows[-1]["time"]
+    recording = recording_seconds(config, run_path, until)
+    observed = read_observed(config, since, until, recording)
+    timeline = [i for i in read_timeline(run_path) if i.part == "trainer" and i.end <= until]
     engines, interference = fit_engines(config, observed, timeline, rows)
     busy = _engines_busy(observed, timeline)
     scenario = Scenario(
@@ -119,16 +127,32 @@ def calibrate(run_path: Path) -> Scenario:
     return scenario
 
 
+def under_settings(model: Scenario, config: RunConfig) -> Scenario:
+    """`model` as it would run with another run's own settings; nothing that was measured there is taken."""
+    policy = replace(_policy(config, model.rollout.recording), turnaround=model.rollout.turnaround)
+    publish = replace(model.publish, every=config.publish.every, retract=_retracts(config))
+    return replace(
+        model,
+        engines=replace(model.engines, count=config.engines.count),
+        trainer=replace(model.trainer, nodes=config.trainer.nodes, poll=_trainer_poll(config)),
+        rollout=policy,
+        publish=publish,
+    )
+
+
 # ---------------------------------------------------------------- what the agents did
 
 
-def read_observed(config: RunConfig, since: float, recording: float) -> list[Observed]:
-    """Trainable trajectories recorded after `since` (Unix seconds), newest first; each ended `recording` s before."""
+def read_observed(config: RunConfig, since: float, until: float, recording: float) -> list[Observed]:
+    """Trainable trajectories recorded between two times (Unix seconds), newest first; each ended `recording` seconds
+    before."""
     engine = make_engine(config.bank_url)
     found = viewing.finished(engine, MOST_TRAJECTORIES)
     engine.dispose()
     observed = [
-        _observed(row.trajectory, row.finished_at - recording) for row in found if row.finished_at >= since
+        _observed(row.trajectory, row.finished_at - recording)
+        for row in found
+        if since <= row.finished_at <= until
     ]
     if not observed:
         raise UserError(f"the bank at {config.bank_url} holds no finished trajectory to calibrate from")
@@ -151,12 +175,13 @@ def _workload(observed: Sequence[Observed]) -> Workload:
     return Workload(tuple(tuple(members) for members in groups.values()))
 
 
-def recording_seconds(config: RunConfig, run_path: Path) -> float:
-    """From the end of an episode to its being in the bank, mean; 0 where the timeline has no episodes.
+def recording_seconds(config: RunConfig, run_path: Path, until: float) -> float:
+    """From the end of an episode to its being in the bank, mean over those that ended by `until`; 0 where the timeline
+    has no episodes.
 
     Episodes carry no id on the timeline; they are recorded in the order in which they end, so times pair in order.
     """
-    ends = sorted(i.end for i in read_timeline(run_path) if i.stage == "episode")
+    ends = sorted(i.end for i in read_timeline(run_path) if i.stage == "episode" and i.end <= until)
     engine = make_engine(config.bank_url)
     recorded = viewing.finish_times(engine)
     engine.dispose()
@@ -365,8 +390,13 @@ def fit_trainer(config: RunConfig, rows: Sequence[dict[str, Any]], load: float) 
         forward_share=_forward_share(rows, per_token),
         trained_share=float(shares.mean()),
         overhead=float(np.maximum(np.diff(times) - own[1:], 0.0).mean()),
-        poll=config.rollout.poll_s / 2,
+        poll=_trainer_poll(config),
     )
+
+
+def _trainer_poll(config: RunConfig) -> float:
+    """Seconds between the trainer's looks at the bank."""
+    return config.rollout.poll_s / 2
 
 
 def _forward_share(rows: Sequence[dict[str, Any]], per_token: float) -> float:
@@ -391,8 +421,12 @@ def _publish(config: RunConfig, rows: Sequence[dict[str, Any]], load: float) -> 
         seconds=paused + max(0.0, whole - paused) / load,
         paused=paused,
         every=config.publish.every,
-        retract=config.publish.pause_mode == "retract",
+        retract=_retracts(config),
     )
+
+
+def _retracts(config: RunConfig) -> bool:
+    return config.publish.pause_mode == "retract"
 
 
 def _old_logits(config: RunConfig, rows: Sequence[dict[str, Any]]) -> OldLogitModel:

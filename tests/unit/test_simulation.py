@@ -29,6 +29,7 @@ from megatron_async.simulation.old_logits import stale_forward_tokens, step_cost
 from megatron_async.simulation.playing import Group, Play
 from megatron_async.simulation.scenario import SOURCES
 from megatron_async.simulation.workload import constant, maximum_over_mean
+from tools.simulation_checks import CASES, CLOSED_FORM_TOLERANCE, staleness
 
 # 100 tokens at 10 ms: an episode takes one second whatever else runs.
 SCENARIO = Scenario(
@@ -106,38 +107,11 @@ def test_one_server_with_poisson_arrivals_waits_as_m_d_1() -> None:
     assert result.engine_busy == pytest.approx(rho, rel=0.03)
 
 
-def _spread_workload(random: np.random.Generator) -> Workload:
-    lengths = np.maximum(1, random.exponential(100, 4000)).astype(int)
-    return Workload((tuple(Episode((Turn(0, int(n)),)) for n in lengths),))
-
-
-@pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize(("update", "window"), [(2.0, 0), (4.0, 64), (16.0, 256)])
+@pytest.mark.parametrize(("group_size", "update", "window"), CASES)
 def test_mean_staleness_of_a_fully_asynchronous_loop(group_size: int, update: float, window: int) -> None:
     """C's closed form, both regimes. It takes groups to start at once and batches to fill evenly; 8 % is for that."""
-    workload = _spread_workload(np.random.default_rng(0))
-    concurrency, batch = 256, 64
-    scenario = Scenario(
-        workload,
-        EngineModel(step_base=0.1),
-        TrainerModel(update_fixed=update),
-        rollout=RolloutPolicy(
-            bound=10**6, concurrency=concurrency, groups=batch // group_size, group_size=group_size,
-            admission="window" if window else "drop", window=window,
-        ),
-    )  # fmt: skip
-    rate = concurrency / (0.1 * workload.mean_actions)
-    lengths = [episode.actions for episode in workload.episodes]
-    expected = fully_asynchronous_staleness(
-        rollout_rate=rate,
-        trainer_rate=batch / update,
-        concurrency=concurrency,
-        batch=batch,
-        queue=window,
-        spread=maximum_over_mean(lengths, group_size),
-    )
-    result = simulate(scenario, steps=100, warm_up=30, seed=1)
-    assert result.start_gap_mean == pytest.approx(expected, rel=0.08, abs=0.08)
+    simulated, expected = staleness(group_size, update, window)
+    assert simulated == pytest.approx(expected, rel=CLOSED_FORM_TOLERANCE, abs=0.08)
 
 
 def test_closed_form_is_continuous_where_the_queue_is_one_batch() -> None:

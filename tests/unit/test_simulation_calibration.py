@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +34,13 @@ from megatron_async.simulation.calibration import (
     fit_speed,
     fit_turnaround,
     non_negative_least_squares,
+    under_settings,
 )
 from megatron_async.simulation.loop import _Loop
 from megatron_async.simulation.playing import Play
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from tests.unit.configs import write_config
-from tools import simulate_async
+from tools import simulate_async, simulation_checks
 
 EPOCH = 1.7e9
 TRUTH = Scenario(
@@ -223,13 +225,40 @@ def test_what_is_read_is_what_was_there(model: Scenario) -> None:
 def test_predict_and_the_table_of_variants(folder: Path, model: Scenario, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate_async.main([str(folder), "--predict", str(folder), "--steps", "20"]) == 0
     assert "bound 2, 24 at once, batch 24, publish every 1" in capsys.readouterr().out
-    prediction = simulate_async.predict(model, folder, 0)
+    prediction = simulation_checks.predict(model, folder, 0)
     assert prediction.error <= 0.05
     arguments = [str(folder), "--engines", "1", "2", "--source", "start", "ewma", "dedicated", "--steps", "10"]
     assert simulate_async.main([*arguments, "--set", "old_logits.switch=1.5"]) == 0
     out = capsys.readouterr().out
     assert out.count("dedicated, ") == 2  # left out, with the reason: there is one trainer node
     assert out.count("│ start ") == out.count("│ ewma ") == 2
+
+
+def test_the_second_half_is_predicted_by_the_first_alone(folder: Path, tmp_path: Path) -> None:
+    """Within the tolerance where the run goes on as it was; where it takes twice as long, that is not foreseen."""
+    steady = simulation_checks.predict_second_half(folder, 0)
+    assert steady.error <= simulation_checks.TOLERANCE
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    path = RunFiles(moved).metrics
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[12:]:
+        row["time"] += row["time"] - rows[11]["time"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    slower = simulation_checks.predict_second_half(moved, 0)
+    assert slower.predicted_seconds == pytest.approx(steady.predicted_seconds)
+    assert slower.measured_seconds == pytest.approx(2 * steady.measured_seconds)
+    (row,) = simulation_checks.prediction_rows([steady, slower])
+    assert row.passed is False
+
+
+def test_a_model_is_put_under_another_runs_settings_and_nothing_else(model: Scenario, tmp_path: Path) -> None:
+    sections = {"rollout": {"max_staleness": 0, "concurrency": 7, "max_tokens": 2048}, "engines": {"count": 3}}
+    found = under_settings(model, load(write_config(tmp_path, **sections, publish={"pause_mode": "in_place"})))
+    assert (found.rollout.bound, found.rollout.concurrency, found.engines.count) == (0, 7, 3)
+    assert found.workload is model.workload
+    assert found.engines.step_base == model.engines.step_base
+    assert found.rollout.turnaround == model.rollout.turnaround
 
 
 def test_plans_and_wrong_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
