@@ -73,6 +73,13 @@ def _score(arguments: argparse.Namespace) -> int:
     return scorer.main(config)
 
 
+def _critic(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    from megatron_async import critic_part
+
+    return critic_part.main(config)
+
+
 def _rollout(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     from megatron_async.rollout import controller
@@ -236,6 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, handler, text in (
         ("train", _train, "one trainer rank (started by torchrun)"),
         ("score", _score, "one rank of the dedicated old-logit model (started by torchrun)"),
+        ("critic", _critic, "one rank of a critic with ranks of its own (started by torchrun)"),
         ("rollout", _rollout, "the rollout process of a run"),
         ("serve", _serve, "the inference engines alone, until Ctrl-C"),
         ("sft", _sft, "warm start: supervised learning on demonstrations"),

@@ -92,23 +92,20 @@ def sft(config: RunConfig, *, fresh: bool = False) -> int:
             f"warm_start.demonstrations: {wanted} do not fill one batch of groups {config.batch.groups} * group_size "
             f"{config.batch.group_size} = {needed}; raise the first or lower the second"
         )
-    output = RunFiles(config.run_path).checkpoint
-    return _trainer_alone(config, "sft", "warm start", "action_loss", output, fresh)
+    with claimed(config.run_path):
+        files = create_folder(config, fresh=fresh, resume=None)
+        part = Part("warm start", trainer_command(config, str(files.config), "sft"), files.logs / "sft.log")
+        return _watched([part], "warm start", "action_loss", config, files.checkpoint)
 
 
 def pretrain_critic(config: RunConfig, *, fresh: bool = False) -> int:
-    """Value pre-training alone, as `sft`."""
-    output = RunFiles(config.run_path).critic
-    return _trainer_alone(config, "pretrain-critic", "critic", "critic/explained_variance", output, fresh)
-
-
-def _trainer_alone(
-    config: RunConfig, command: str, name: str, metric: str, output: Path, fresh: bool
-) -> int:
+    """Value pre-training alone, as `sft`, on the ranks that the critic will live on."""
+    command = critic_command if config.critic.ranks == "own" else trainer_command
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=None)
-        part = Part(name, trainer_command(config, str(files.config), command), files.logs / f"{command}.log")
-        return _watched(part, name, metric, config, output)
+        argv = command(config, str(files.config), "pretrain-critic")
+        part = Part("critic", argv, files.logs / "pretrain-critic.log")
+        return _watched([part], "critic", "critic/explained_variance", config, files.critic)
 
 
 def train_alone(config: RunConfig, prepare: Callable[[RunFiles], None], *, fresh: bool = False) -> int:
@@ -116,14 +113,17 @@ def train_alone(config: RunConfig, prepare: Callable[[RunFiles], None], *, fresh
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=None)
         prepare(files)
-        return _watched(trainer_part(config, files), "replay", "loss", config, files.checkpoint)
+        parts = training_parts(config, files, place(config)[0])
+        return _watched(parts, "replay", "loss", config, files.checkpoint)
 
 
-def _watched(part: Part, name: str, metric: str, config: RunConfig, output: Path) -> int:
+def _watched(parts: list[Part], name: str, metric: str, config: RunConfig, output: Path) -> int:
+    """Run parts until the last one is done."""
     try:
-        with stop_on_signals(), supervised([part]):
-            part.start()
-            watch([part], lambda: part.poll() == 0, _Steps(name, metric, config))
+        with stop_on_signals(), supervised(parts):
+            for part in parts:
+                part.start()
+            watch(parts, lambda: parts[-1].poll() == 0, _Steps(name, metric, config))
     except StopRequested as stop:
         print(f"stopped by {stop}")  # noqa: T201
         return EXIT_STOPPED
@@ -171,9 +171,8 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         if not read_evaluations(config.run_path):
             _evaluate(config, watching.wait(), 0, watching.tick)
         others.train()
-        trainer = trainer_part(config, files, others.address)
         with supervised([]) as parts, Progress(config) as progress:
-            training = [*_scorer(config, files, nodes[0].scorer_devices), trainer]
+            training = training_parts(config, files, nodes[0], others.address)
             roles = Roles(config, training, rollout_part(files), parts)
             roles.run(progress.refresh, Silence(config.run_path, say), watching.tick)
         watching.training_ended(files.checkpoint)
@@ -233,7 +232,6 @@ def trainer_command(
 
     node, lead: with several machines, this one's number and the first one's address.
     """
-    ranks = ranks_per_node(config)
     rendezvous = ["--standalone"]
     if config.trainer.nodes > 1:
         if not lead:
@@ -246,6 +244,15 @@ def trainer_command(
             "--nnodes", str(config.trainer.nodes), "--node-rank", str(node),
             "--master-addr", lead, "--master-port", str(config.cluster.rendezvous_port),
         ]  # fmt: skip
+    return _torchrun(rendezvous, ranks_per_node(config), command, config_path)
+
+
+def critic_command(config: RunConfig, config_path: str, command: str = "critic") -> list[str]:
+    """argv of the critic's own ranks."""
+    return _torchrun(["--standalone"], config.critic_layout.world_size, command, config_path)
+
+
+def _torchrun(rendezvous: list[str], ranks: int, command: str, config_path: str) -> list[str]:
     return python_module(
         "torch.distributed.run",
         *rendezvous,
@@ -265,13 +272,23 @@ def rollout_part(files: RunFiles) -> Part:
     return Part("rollout", command, files.logs / "rollout.log")
 
 
-def _scorer(config: RunConfig, files: RunFiles, devices: tuple[int, ...]) -> list[Part]:
-    """The dedicated old-logit model, where old log-probs come from one. devices: as for `server_options`."""
-    if config.old_logits.source != "dedicated":
-        return []
-    command = trainer_command(config, str(files.config), "score")
+def training_parts(config: RunConfig, files: RunFiles, node: Node, lead: str = "") -> list[Part]:
+    """What starts and ends with the trainer's ranks on the first machine: a dedicated old-logit model and a critic with
+    ranks of its own, where there are such, and the trainer last. lead: as for `trainer_command`."""
+    parts = []
+    if config.old_logits.source == "dedicated":
+        command = trainer_command(config, str(files.config), "score")
+        parts.append(_part_on("scorer", command, files, node.scorer_devices))
+    if config.critic.ranks == "own":
+        command = critic_command(config, str(files.config))
+        parts.append(_part_on("critic", command, files, node.critic_devices))
+    return [*parts, trainer_part(config, files, lead)]
+
+
+def _part_on(name: str, command: list[str], files: RunFiles, devices: tuple[int, ...]) -> Part:
+    """devices: as for `server_options`."""
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
-    return [Part("scorer", command, files.logs / "scorer.log", environment)]
+    return Part(name, command, files.logs / f"{name}.log", environment)
 
 
 def trainer_part(config: RunConfig, files: RunFiles, lead: str = "") -> Part:

@@ -9,8 +9,6 @@ here; a score is in the bank before the next is begun.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -19,27 +17,22 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_async.bank import Bank
+from megatron_async.beside import LAST, NOTHING, SILENCE_S, PartBeside
 from megatron_async.config.schema import RunConfig
-from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
-from megatron_async.observe import RunFiles, StatusWriter, Timeline
+from megatron_async.observe import RunFiles
 from megatron_async.old_logits.builders import open_history, peer_file
-from megatron_async.old_logits.dedicated import END
-from megatron_async.old_logits.peers import PeerLink
 from megatron_async.old_logits.snapshot import SnapshotSource
+from megatron_async.peers import Inbox, PeerGone, PeerLink
 from megatron_async.snapshots.transfer import Follower, VersionStep
 from megatron_async.training.batch import join_messages, split_messages
-from megatron_async.training.control import Control
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
 
-_END, _TAKE, _SCORE, _NOTHING = b"E", b"V", b"S", b"N"
-_CONTROL_MARGIN_S = 120.0
-_SILENCE_S = 10.0
-"""Rank 0 speaks at least this often, so that the other ranks see that it lives."""
+_TAKE, _SCORE = b"V", b"S"
 
 
 def scoring_sequences(trajectories: list[Trajectory], version: int) -> list[Sequence]:
@@ -66,84 +59,54 @@ class ActorGone(UserError):
 def main(config: RunConfig) -> int:
     """Score until the run is finished; returns the exit code."""
     policy = Policy.build(config.model, config.layout, config.trainer, None, config.seed)
-    scorer = Scorer(config, policy)
-    try:
-        while scorer.step():
-            continue
-    finally:
-        scorer.close()
-        platform.shutdown()
-    return 0
+    return Scorer(config, policy).run()
 
 
-class Scorer:
+class Scorer(PartBeside):
     """One rank of the dedicated model."""
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
-        self.config = config
-        rank, files = dist.get_rank(), RunFiles(config.run_path)
-        leads = rank == 0
-        folder = files.root / "scorer" / f"rank_{rank:04d}"
-        self._control = Control(config.trainer.deadline_s + _CONTROL_MARGIN_S)
-        self._bank = Bank.open(config.bank_url) if leads else None
-        self._status = StatusWriter(config.run_path, "scorer") if leads else None
-        self._timeline = Timeline(config.run_path if leads else None, "scorer")
+        super().__init__(config, "scorer")
+        rank = dist.get_rank()
+        folder = RunFiles(config.run_path).root / "scorer" / f"rank_{rank:04d}"
+        self._bank = Bank.open(config.bank_url) if self.leads else None
         tensors = dict(policy.named_parameters())
-        self._link = PeerLink.call(peer_file(config, rank), config.trainer.deadline_s)
-        version = self._link.receive_weights(tensors.values())  # a resumed actor goes on from a later one
+        link = PeerLink.call(peer_file(config, rank), config.trainer.deadline_s)
+        version = link.receive_weights(tensors.values())  # a resumed actor goes on from a later one
         self._store = open_history(config, policy, version, folder / "history")
         self._source = SnapshotSource(
             policy, self._store, with_start=False, reuse_training_forward=False, background=False, eager=True
         )
         self._follower = Follower(self._store, tensors, folder / "scratch")
-        self._steps: queue.Queue[VersionStep | Exception] = queue.Queue()
-        self._receiver = threading.Thread(target=self._receive, name="actor-link", daemon=True)
-        self._receiver.start()
-        self._ended_at: float | None = None
+        self._steps = Inbox(link, VersionStep.from_bytes)
         self._offered: set[str] = set()
-
-    def _receive(self) -> None:
-        """Takes in what the actor sends, while this rank computes."""
-        while True:
-            try:
-                message = self._link.receive()
-                if message == END:
-                    self._ended_at = time.monotonic()
-                    return
-                self._steps.put(VersionStep.from_bytes(message))
-            except Exception as error:  # noqa: BLE001 - handed to the thread that works, which raises it
-                self._steps.put(error)
-                return
-
-    def step(self) -> bool:
-        """Do what rank 0 says; False when the run is over. Collective."""
-        message = self._control.from_rank_zero(self._next)
-        kind, body = message[:1], message[1:]
-        if kind == _TAKE:
-            self._take()
-        elif kind == _SCORE:
-            self._score([Trajectory.from_bytes(part) for part in split_messages(body)])
-        return kind != _END
 
     def _next(self) -> bytes:
         """What to do now: versions first, since trajectories wait for them."""
         assert self._bank is not None, "rank 0 owns the bank"
         started = time.monotonic()
-        while time.monotonic() - started < _SILENCE_S:
-            if not self._steps.empty():
+        while time.monotonic() - started < SILENCE_S:
+            if not self._steps.empty:
                 return _TAKE
             if self._bank.get_state("phase") == "finished":
-                return _END
+                return LAST
             self._raise_if_ended()
             if offered := self._offer(self._bank):
                 return _SCORE + join_messages([trajectory.to_bytes() for trajectory in offered])
-            self._show("waiting", f"trajectories of versions up to {self._store.live_version}")
+            what = f"trajectories of versions up to {self._store.live_version}"
+            self._show("waiting", what, self._counters)
             time.sleep(self.config.rollout.poll_s / 2)
-        return _NOTHING
+        return NOTHING
+
+    def _do(self, kind: bytes, body: bytes) -> None:
+        if kind == _TAKE:
+            self._take()
+        else:
+            self._score([Trajectory.from_bytes(part) for part in split_messages(body)])
 
     def _raise_if_ended(self) -> None:
-        deadline_s = self.config.trainer.deadline_s
-        if self._ended_at is not None and time.monotonic() - self._ended_at > deadline_s:
+        deadline_s, ended_at = self.config.trainer.deadline_s, self._steps.ended_at
+        if ended_at is not None and time.monotonic() - ended_at > deadline_s:
             raise ActorGone(f"the trainer stopped {deadline_s:g} s ago without having finished the run")
 
     def _offer(self, bank: Bank) -> list[Trajectory]:
@@ -157,34 +120,41 @@ class Scorer:
         return offered
 
     def _take(self) -> None:
-        step = self._timed("follow", lambda: self._steps.get(timeout=self.config.trainer.deadline_s))
-        if isinstance(step, Exception):
-            raise ActorGone(f"the trainer's rank {dist.get_rank()} stopped sending: {step}") from step
+        step = self._work("follow", self._receive)
         # The batch in hand was taken under the version before, so it may be older by one.
         oldest = step.version - 1 - self.config.rollout.max_staleness
         self._store.set_needed([known for known in self._store.versions() if known >= oldest])
-        self._timed("follow", lambda: self._follower.take(step))
+        self._work("follow", lambda: self._follower.take(step))
+
+    def _receive(self) -> VersionStep:
+        deadline_s = self.config.trainer.deadline_s
+        try:
+            step = self._steps.take(deadline_s)
+        except PeerGone as error:
+            raise ActorGone(f"the trainer's rank {dist.get_rank()} stopped sending: {error}") from error
+        if step is None:
+            raise ActorGone(f"the trainer's rank {dist.get_rank()} sent no version within {deadline_s:g} s")
+        return step
 
     def _score(self, trajectories: list[Trajectory]) -> None:
         ids = [trajectory.trajectory_id for trajectory in trajectories]
         live = self._store.live_version
         sequences = scoring_sequences(trajectories, live)
-        self._timed("score", lambda: self._source.score_ahead(sequences, ids))
+        self._work("score", lambda: self._source.score_ahead(sequences, ids))
         scores = self._source.hand_over(ids)
         if self._bank is not None:
             self._bank.save_scores(scores, live - 1 - self.config.rollout.max_staleness)
 
-    def _timed(self, stage: str, work: Callable[[], T]) -> T:
-        self._show(stage, "")
-        with self._timeline.stage(stage, self._store.live_version):
-            return work()
+    def _work(self, stage: str, work: Callable[[], T]) -> T:
+        return self._timed(stage, self._store.live_version, work, self._counters)
 
-    def _show(self, phase: str, what: str) -> None:
-        if self._status is not None:
-            self._status.set(phase, what, {"version": self._store.live_version, "scored": len(self._offered)})
+    @property
+    def _counters(self) -> dict[str, float]:
+        return {"version": self._store.live_version, "scored": len(self._offered)}
 
     def close(self) -> None:
-        for part in (self._source, self._bank, self._status, self._timeline):
-            if part is not None:
-                part.close()
-        self._receiver.join(_SILENCE_S)
+        self._source.close()
+        if self._bank is not None:
+            self._bank.close()
+        super().close()
+        self._steps.close()

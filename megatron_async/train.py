@@ -31,6 +31,7 @@ def main(config: RunConfig) -> int:
             for step in range(session.first_step, config.steps):
                 loop.step(step)
                 session.save(step, loop.parts)
+            session.checkpoints.finish()
             loop.credit.save(session.files.critic)
         session.save_final()
     return 0
@@ -43,7 +44,7 @@ class Loop:
         self.config = config
         self.session = session
         self.objective = build_objective(config.objective)
-        self.credit = build_credit(config, session.stage)
+        self.credit = build_credit(config, session.stage, session.control)
         self.old_logits = build_source(
             config, session.policy, self.objective.needs, session.version, session.scores.fetch
         )
@@ -114,5 +115,6 @@ class Loop:
             return session.publish()
 
     def close(self) -> None:
-        """Let go of the history's files and threads."""
+        """Let go of the critic, and of the history's files and threads."""
+        self.credit.close()
         self.old_logits.close()

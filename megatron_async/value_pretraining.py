@@ -24,13 +24,12 @@ from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
 from megatron_async.observe import MetricsWriter, RunFiles
 from megatron_async.training.credit import (
-    build_critic,
     critic_metrics,
     estimate_metrics,
     learning_sequences,
     to_episodes,
-    update_critic,
 )
+from megatron_async.training.critics import build_critic, update_critic
 from megatron_async.trajectory import Trajectory
 
 MOST_TRAJECTORIES = 100_000

@@ -12,79 +12,24 @@ import socket
 from megatron_async.config.engine_checks import engine_problems
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
+from megatron_async.config.layout_checks import (
+    layout_problems,
+    model_layout_problems,
+    next_multiple,
+    room_problems,
+)
 from megatron_async.config.objective_checks import advantage_problems, objective_problems, objective_warnings
 from megatron_async.config.placement import placement_problems
 from megatron_async.config.plan import memory_problems
 from megatron_async.config.routing import routing_problems, routing_warnings
-from megatron_async.config.schema import LayoutConfig, RunConfig
+from megatron_async.config.schema import RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
 _HIGHEST_PORT = 65535
 
 
-def _check_layout(layout: LayoutConfig) -> list[str]:
-    sizes = {
-        "world_size": layout.world_size,
-        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-        "context_parallel_size": layout.context_parallel_size,
-        "expert_model_parallel_size": layout.expert_model_parallel_size,
-        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
-    }
-    small = [f"layout.{name}: {size} is not at least 1" for name, size in sizes.items() if size < 1]
-    if small:
-        return small
-    problems = []
-    dense, experts = layout.model_parallel_size, layout.expert_parallel_product
-    if layout.world_size % dense:
-        problems.append(
-            f"layout: world_size {layout.world_size} is not a multiple of tensor {layout.tensor_model_parallel_size} "
-            f"* pipeline {layout.pipeline_model_parallel_size} * context {layout.context_parallel_size} = {dense}; "
-            f"set layout.world_size to {_next_multiple(layout.world_size, dense)} or lower one of them"
-        )
-    if layout.world_size % experts:
-        problems.append(
-            f"layout: world_size {layout.world_size} is not a multiple of expert {layout.expert_model_parallel_size} "
-            f"* expert-tensor {layout.expert_tensor_parallel_size} * pipeline {layout.pipeline_model_parallel_size} "
-            f"= {experts}; set layout.world_size to {_next_multiple(layout.world_size, experts)} or lower one of them"
-        )
-    chunks = layout.virtual_pipeline_model_parallel_size
-    if chunks is not None and (chunks < 2 or layout.pipeline_model_parallel_size < 2):
-        problems.append(
-            f"layout.virtual_pipeline_model_parallel_size: {chunks} chunks on {layout.pipeline_model_parallel_size} "
-            "pipeline stage(s); it needs at least 2 of both, or null"
-        )
-    if layout.sequence_parallel and layout.tensor_model_parallel_size == 1:
-        problems.append("layout.sequence_parallel: true needs tensor_model_parallel_size > 1, which is 1")
-    return problems
-
-
-def _next_multiple(value: int, of: int) -> int:
-    return math.ceil(value / of) * of
-
-
-def _divides(what: str, total: int, part: str, size: int) -> list[str]:
-    if size >= 1 and total % size == 0:
-        return []
-    return [
-        f"layout.{part}: {what} = {total} is not divisible by {size} (remainder {total % size if size else total})"
-    ]
-
-
 def _check_model(config: RunConfig, shape: ModelShape) -> list[str]:
-    layout = config.layout
-    tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    problems = _divides("num_attention_heads", shape.heads, "tensor_model_parallel_size", tensor)
-    problems += _divides("num_key_value_heads", shape.kv_heads, "tensor_model_parallel_size", tensor)
-    chunks = layout.virtual_pipeline_model_parallel_size or 1
-    if shape.layers % (stages * chunks):
-        problems.append(
-            f"layout.pipeline_model_parallel_size: num_hidden_layers = {shape.layers} is not divisible by "
-            f"{stages} stages * {chunks} chunks = {stages * chunks}"
-        )
-    if shape.moe_layers < shape.layers:
-        problems += _divides("intermediate_size", shape.intermediate, "tensor_model_parallel_size", tensor)
-    problems += _check_experts(layout, shape)
+    problems = model_layout_problems(config.layout, shape)
     if shape.heads % config.engines.tensor_parallel_size:
         problems.append(
             f"engines.tensor_parallel_size: num_attention_heads = {shape.heads} is not divisible by "
@@ -94,34 +39,6 @@ def _check_model(config: RunConfig, shape: ModelShape) -> list[str]:
         problems.append(
             f"rollout.max_tokens: {config.rollout.max_tokens} is more than the model's max_position_embeddings = "
             f"{shape.max_positions}"
-        )
-    return problems
-
-
-def _check_experts(layout: LayoutConfig, shape: ModelShape) -> list[str]:
-    if not shape.is_moe:
-        wrong = {
-            "expert_model_parallel_size": layout.expert_model_parallel_size,
-            "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
-        }
-        return [
-            f"layout.{name}: is {size}, but the model has no experts; set it to 1"
-            for name, size in wrong.items()
-            if size > 1
-        ]
-    problems = _divides(
-        "num_experts", shape.experts, "expert_model_parallel_size", layout.expert_model_parallel_size
-    )
-    problems += _divides(
-        "moe_intermediate_size",
-        shape.expert_intermediate,
-        "expert_tensor_parallel_size",
-        layout.expert_tensor_parallel_size,
-    )
-    if layout.tensor_model_parallel_size > 1 and not layout.uses_sequence_parallel:
-        problems.append(
-            f"layout.sequence_parallel: false with {layout.tensor_model_parallel_size} tensor-parallel ranks; Megatron "
-            "trains a mixture of experts with tensor parallel only with sequence parallel, set it to null or true"
         )
     return problems
 
@@ -158,19 +75,12 @@ def _check_batch(config: RunConfig) -> list[str]:
             f"be shared equally by {data} data-parallel ranks (remainder {batch.trajectories % data}); with group_size "
             f"{batch.group_size}, set batch.groups to {_groups_that_fit(batch.groups, batch.group_size, data)}"
         )
-    room = config.trainer.micro_batch_tokens * layout.context_parallel_size
-    if config.rollout.max_tokens > room:
-        problems.append(
-            f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} * context parallel "
-            f"{layout.context_parallel_size} = {room} tokens do not hold one trajectory of rollout.max_tokens = "
-            f"{config.rollout.max_tokens}; raise the first or lower the second"
-        )
-    return problems
+    return problems + room_problems(config, layout)
 
 
 def _groups_that_fit(groups: int, group_size: int, parts: int) -> int:
     step = parts // math.gcd(group_size, parts)
-    return _next_multiple(groups, step)
+    return next_multiple(groups, step)
 
 
 def _check_rollout(config: RunConfig) -> list[str]:
@@ -355,8 +265,8 @@ def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: boo
 
     Returns warnings, one sentence each. Raises ConfigError listing everything that would fail later.
     """
-    layout_problems = _check_layout(config.layout)
-    problems = _check_ranges(config) + layout_problems + _check_processes(config) + _check_batch(config)
+    wrong_layout = layout_problems(config.layout)
+    problems = _check_ranges(config) + wrong_layout + _check_processes(config) + _check_batch(config)
     problems += engine_problems(config) + _check_rollout(config)
     problems += objective_problems(config) + advantage_problems(config)
     if needs_weights:
@@ -364,7 +274,7 @@ def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: boo
     shape = read_shape(config.model.path)
     if not problems:  # a size of 0 divides nothing
         problems += _check_cluster(config)
-    if shape is not None and not layout_problems:
+    if shape is not None and not wrong_layout:
         problems += _check_model(config, shape)
     if shape is not None and not problems:
         problems += memory_problems(shape, config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_async.config.layout import LayoutConfig
+
 
 @dataclass(frozen=True, slots=True)
 class AdvantageConfig:
@@ -49,12 +51,18 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
-    """The value model of `advantage.name: gae`, on the actor's ranks and in its layout. Not read by other
-    estimators."""
+    """The value model of `advantage.name: gae`. Not read by other estimators."""
 
     path: str = ""
     """Checkpoint it starts from: a Hugging Face language model (its values then start at 0), or a critic that `train`
     or `pretrain-critic` saved. Empty: `model.path`."""
+    ranks: Literal["shared", "own"] = "shared"
+    """Where it lives. shared: on the actor's ranks and in its layout, in turn with the policy. own: on further ranks of
+    the first machine, which `launch` starts; with `order: policy_first` its updates run while the policy is updated and
+    published, and the actor's ranks have their memory to themselves. The numbers are the same."""
+    layout: LayoutConfig | None = None
+    """Layout of its own ranks: a section with the options and defaults of `layout`, whose `world_size` says how many
+    there are. null: the actor's. Must be null with `ranks: shared`."""
     freeze: Literal["none", "attention"] = "attention"
     """attention keeps the attention of every layer as it is and trains MLPs, experts, routers and the value head: less
     memory, and values that drift less. none trains everything."""

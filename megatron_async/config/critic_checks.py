@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_async.config.hf import checkpoint_problems
+from megatron_async.config.hf import checkpoint_problems, read_shape
+from megatron_async.config.layout_checks import layout_problems, model_layout_problems, room_problems
 from megatron_async.config.schema import RunConfig
 
 
 def critic_problems(config: RunConfig) -> list[str]:
     """What would fail later, one sentence each."""
     advantage, critic = config.advantage, config.critic
-    problems = _ranges(config)
+    problems = _ranges(config) + _rank_problems(config)
     if advantage.drop_zero_variance_groups and config.batch.group_size > 1:
         problems.append(
             "advantage.drop_zero_variance_groups: true leaves trajectories out that a critic learns from; set it to "
@@ -28,6 +29,32 @@ def critic_problems(config: RunConfig) -> list[str]:
     if missing:
         problems.append(f"critic.pretrain_runs: no such folder: {', '.join(missing)}")
     return problems
+
+
+def _rank_problems(config: RunConfig) -> list[str]:
+    critic, layout = config.critic, config.critic_layout
+    if critic.ranks == "shared":
+        return [] if critic.layout is None else [
+            "critic.layout: the critic shares the actor's ranks (critic.ranks: shared) and so their layout, since one "
+            "process has one layout; leave it null, or set critic.ranks: own"
+        ]
+    problems = layout_problems(layout, "critic.layout")
+    if problems:
+        return problems
+    shape = read_shape(critic.path or config.model.path)
+    if shape is not None:
+        problems += model_layout_problems(layout, shape, "critic.layout")
+    return problems + room_problems(config, layout, " (critic.layout)")
+
+
+def unused_critic_problems(config: RunConfig) -> list[str]:
+    """Of a run whose estimator has no critic."""
+    if config.critic.ranks == "shared":
+        return []
+    return [
+        f"critic.ranks: own would start {config.critic_layout.world_size} rank(s) that nothing asks, since "
+        f"advantage.name: {config.advantage.name} has no critic; set advantage.name: gae, or critic.ranks: shared"
+    ]
 
 
 def _ranges(config: RunConfig) -> list[str]:

@@ -6,17 +6,31 @@ from megatron_async.config.estimate import parameters_of
 from megatron_async.config.hf import read_shape
 from megatron_async.config.placement import placement_text
 from megatron_async.config.plan import plan_text
-from megatron_async.config.schema import RunConfig
+from megatron_async.config.schema import LayoutConfig, RunConfig
+
+
+def _layout_text(layout: LayoutConfig) -> list[str]:
+    return [
+        f"            tensor {layout.tensor_model_parallel_size} * pipeline {layout.pipeline_model_parallel_size} * "
+        f"context {layout.context_parallel_size} * data {layout.data_parallel_size}",
+        f"            expert {layout.expert_model_parallel_size} * expert-tensor {layout.expert_tensor_parallel_size} "
+        f"* pipeline {layout.pipeline_model_parallel_size} * expert-data {layout.expert_data_parallel_size}",
+    ]
+
+
+def _critic_text(config: RunConfig) -> list[str]:
+    if config.critic.ranks == "shared":
+        return []
+    layout = config.critic_layout
+    return [f"  critic    {layout.world_size} rank(s) of its own on the first machine", *_layout_text(layout)]
 
 
 def _ranks_text(config: RunConfig) -> list[str]:
     layout, trainer = config.layout, config.trainer
     return [
         f"  trainer   {layout.world_size} rank(s) = {trainer.nodes} node(s) * {trainer.nproc_per_node}",
-        f"            tensor {layout.tensor_model_parallel_size} * pipeline {layout.pipeline_model_parallel_size} * "
-        f"context {layout.context_parallel_size} * data {layout.data_parallel_size}",
-        f"            expert {layout.expert_model_parallel_size} * expert-tensor {layout.expert_tensor_parallel_size} "
-        f"* pipeline {layout.pipeline_model_parallel_size} * expert-data {layout.expert_data_parallel_size}",
+        *_layout_text(layout),
+        *_critic_text(config),
         f"  engines   {config.engines.count} SGLang server(s) * tensor {config.engines.tensor_parallel_size}",
         f"  rollout   1 process, {config.rollout.concurrency} trajectories at once",
     ]

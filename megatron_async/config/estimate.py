@@ -80,7 +80,7 @@ def parameters_of(shape: ModelShape) -> Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one trainer rank, without activations."""
+    """Bytes on one rank, without activations."""
 
     parameters: Parameters
     weights: int
@@ -104,16 +104,16 @@ def memory_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
     the distributed optimiser shares both over the ranks that hold the same parameters.
     """
     held = parameters_on_stage(shape, config.layout, stage)
-    return _memory(config, held, held)
+    return _memory(config, config.layout, held, held)
 
 
 def critic_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
-    """Memory of the critic on each rank of a pipeline stage.
+    """Memory of the critic on each rank of a pipeline stage, of its own layout where it has one.
 
     It is the policy's body with a value head; what `critic.freeze` and its companions keep has neither gradients nor
     optimiser states.
     """
-    layout, critic = config.layout, config.critic
+    layout, critic = config.critic_layout, config.critic
     first, last = stage == 0, stage == layout.pipeline_model_parallel_size - 1
     embedding = shape.vocabulary * shape.hidden // layout.tensor_model_parallel_size
     held = parameters_on_stage(shape, layout, stage)
@@ -126,13 +126,13 @@ def critic_on_stage(shape: ModelShape, config: RunConfig, stage: int) -> Memory:
     frozen += layers * norms + (shape.hidden if last else 0) if critic.freeze_norms else 0
     frozen += embedding if critic.freeze_embeddings and first else 0
     trained = Parameters(round(dense - frozen), held.experts)
-    return _memory(config, Parameters(dense, held.experts), trained)
+    return _memory(config, layout, Parameters(dense, held.experts), trained)
 
 
-def _memory(config: RunConfig, held: Parameters, trained: Parameters) -> Memory:
+def _memory(config: RunConfig, layout: LayoutConfig, held: Parameters, trained: Parameters) -> Memory:
     width = weight_width(config)
     state = 2 * _FP32 + (_FP32 if width != _FP32 else 0)
-    dense_ranks, expert_ranks = _optimizer_ranks(config.layout, config.trainer)
+    dense_ranks, expert_ranks = _optimizer_ranks(layout, config.trainer)
     return Memory(
         parameters=held,
         weights=width * held.total,

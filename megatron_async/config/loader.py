@@ -18,6 +18,7 @@ from megatron_async.config import methods, typed
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.schema import (
     BankConfig,
+    CriticConfig,
     LayoutConfig,
     OldLogitsConfig,
     OptimizerConfig,
@@ -78,7 +79,9 @@ def assign(data: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set `a.b` in nested dicts, made where missing; raises ConfigError when `a` is there and no mapping."""
     parts, node = key.split("."), data
     for depth, part in enumerate(parts[:-1]):
-        child = node.setdefault(part, {})
+        if node.get(part) is None:  # a section that may be null
+            node[part] = {}
+        child = node[part]
         if not isinstance(child, dict):
             above = ".".join(parts[: depth + 1])
             raise ConfigError([f"{where}: {above} is {child!r}, which has no keys of its own"])
@@ -88,6 +91,12 @@ def assign(data: dict[str, Any], key: str, value: Any, where: str) -> None:
 
 def _resolve_layout(layout: LayoutConfig) -> LayoutConfig:
     return replace(layout, sequence_parallel=layout.uses_sequence_parallel)
+
+
+def _resolve_critic(critic: CriticConfig, actor: LayoutConfig) -> CriticConfig:
+    if critic.ranks == "shared" and critic.layout is None:
+        return critic
+    return replace(critic, layout=_resolve_layout(critic.layout or actor))
 
 
 def _resolve_trainer(trainer: TrainerConfig, world_size: int) -> TrainerConfig:
@@ -120,6 +129,7 @@ def resolve(config: RunConfig) -> RunConfig:
         optimizer=_resolve_optimizer(config.optimizer, config.steps * config.trainer.updates_per_batch),
         objective=objective,
         advantage=methods.resolve_advantage(config.advantage),
+        critic=_resolve_critic(config.critic, config.layout),
         old_logits=_resolve_old_logits(config.old_logits, objective.anchor),
         bank=_resolve_bank(config.bank, config.engines.routed_experts),
     )

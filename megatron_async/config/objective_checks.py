@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_async.config import methods
-from megatron_async.config.critic_checks import critic_problems
+from megatron_async.config.critic_checks import critic_problems, unused_critic_problems
 from megatron_async.config.errors import nearest
 from megatron_async.config.schema import ObjectiveConfig, RunConfig
 
@@ -139,7 +139,7 @@ def advantage_problems(config: RunConfig) -> list[str]:
     problems += _check_filter(config)
     if advantage.window is not None and advantage.window < 1:
         problems.append(f"advantage.window: {advantage.window} is not at least 1")
-    return problems + (critic_problems(config) if estimator.needs_critic else [])
+    return problems + (critic_problems if estimator.needs_critic else unused_critic_problems)(config)
 
 
 def _check_filter(config: RunConfig) -> list[str]:

@@ -2,7 +2,8 @@
 
 Invariants: machines are numbered, the trainer's first, then those that hold only engines; no two processes share an
 accelerator; trainer ranks take the first ones of a machine, in the order of their local rank, then as many ranks of a
-dedicated old-logit model where there is one, then the engines.
+dedicated old-logit model where there is one, then (on the first machine) the critic's where it has its own, then the
+engines.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ class EngineSlot:
 @dataclass(frozen=True, slots=True)
 class Node:
     """What one machine runs. trainer_devices is empty where none are assigned, or where it trains nothing;
-    scorer_devices, of the dedicated old-logit model's ranks, also where the run has no such model."""
+    scorer_devices, of the dedicated old-logit model's ranks, also where the run has no such model; critic_devices also
+    where the critic has no ranks of its own (critic_ranks is 0)."""
 
     number: int
     trainer_ranks: int
     trainer_devices: tuple[int, ...]
     engines: tuple[EngineSlot, ...]
     scorer_devices: tuple[int, ...] = ()
+    critic_ranks: int = 0
+    critic_devices: tuple[int, ...] = ()
 
     @property
     def leads(self) -> bool:
@@ -40,7 +44,7 @@ class Node:
     @property
     def devices(self) -> int:
         """Accelerators it uses."""
-        own = len(self.trainer_devices) + len(self.scorer_devices)
+        own = len(self.trainer_devices) + len(self.scorer_devices) + len(self.critic_devices)
         return own + sum(len(engine.devices) for engine in self.engines)
 
 
@@ -61,11 +65,21 @@ def place(config: RunConfig) -> list[Node]:
         hosts = number >= trainer_nodes if engine_nodes else number == 0
         first = (number - trainer_nodes) * each if engine_nodes else 0
         scorers = ranks if trains and config.old_logits.source == "dedicated" else 0
-        offset = ranks + scorers if trains else 0
+        critics = config.critic_layout.world_size if number == 0 and config.critic.ranks == "own" else 0
+        first_critic = ranks + scorers
+        offset = first_critic + critics if trains else 0
         engines = tuple(_slot(config, first + i, number, offset, i) for i in range(each if hosts else 0))
-        devices = tuple(range(ranks)) if trains and assigned else ()
-        scorer_devices = tuple(range(ranks, ranks + scorers)) if assigned else ()
-        nodes.append(Node(number, ranks if trains else 0, devices, engines, scorer_devices))
+        nodes.append(
+            Node(
+                number,
+                trainer_ranks=ranks if trains else 0,
+                trainer_devices=tuple(range(ranks)) if trains and assigned else (),
+                engines=engines,
+                scorer_devices=tuple(range(ranks, first_critic)) if scorers and assigned else (),
+                critic_ranks=critics,
+                critic_devices=tuple(range(first_critic, offset)) if critics and assigned else (),
+            )
+        )
     return nodes
 
 
@@ -89,15 +103,16 @@ def placement_problems(config: RunConfig) -> list[str]:
         return []
     return [
         f"cluster.devices_per_node: machine {node.number} has {cluster.devices_per_node} accelerators, but needs "
-        f"{node.trainer_ranks} trainer rank(s) + {_scorers(node)}{len(node.engines)} engine(s) * tensor "
+        f"{node.trainer_ranks} trainer rank(s) + {_beside(node)}{len(node.engines)} engine(s) * tensor "
         f"{engines.tensor_parallel_size} = {node.devices}"
         for node in place(config)
         if node.devices > cluster.devices_per_node
     ]
 
 
-def _scorers(node: Node) -> str:
-    return f"{len(node.scorer_devices)} rank(s) of the dedicated model + " if node.scorer_devices else ""
+def _beside(node: Node) -> str:
+    scorers = f"{len(node.scorer_devices)} rank(s) of the dedicated model + " if node.scorer_devices else ""
+    return scorers + (f"{node.critic_ranks} rank(s) of the critic + " if node.critic_ranks else "")
 
 
 def placement_text(config: RunConfig) -> list[str]:
@@ -113,6 +128,9 @@ def _node_text(node: Node) -> str:
         parts.append(f"trainer ranks {first}-{first + node.trainer_ranks - 1}{where}")
     if node.scorer_devices:
         parts.append(f"dedicated old-logit model on {_span(node.scorer_devices)}")
+    if node.critic_ranks:
+        where = f" on {_span(node.critic_devices)}" if node.critic_devices else ""
+        parts.append(f"critic ranks 0-{node.critic_ranks - 1}{where}")
     for engine in node.engines:
         where = f" on {_span(engine.devices)}" if engine.devices else ""
         parts.append(f"engine {engine.index}{where}")

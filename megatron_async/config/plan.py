@@ -7,10 +7,10 @@ that is not known is left out and the text says so; `memory_problems` shows the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from megatron_async.config.activations import activations_on_stage
+from megatron_async.config.activations import Activations, activations_on_stage
 from megatron_async.config.estimate import (
     GIB,
     Memory,
@@ -24,7 +24,7 @@ from megatron_async.config.estimate import (
 from megatron_async.config.hf import ModelShape
 from megatron_async.config.methods import ADVANTAGES, DIFFERENCES
 from megatron_async.config.placement import place
-from megatron_async.config.schema import RunConfig
+from megatron_async.config.schema import LayoutConfig, RunConfig
 
 _FP32 = 4
 EXPORT_BUCKET = 256 * 2**20
@@ -81,15 +81,7 @@ def largest_tensor(shape: ModelShape) -> int:
 def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
     """Memory of each trainer rank of a pipeline stage."""
     held, width = memory_on_stage(shape, config, stage), weight_width(config)
-    activations = activations_on_stage(
-        shape,
-        config.layout,
-        stage,
-        tokens=config.trainer.micro_batch_tokens,
-        width=width,
-        recompute=config.trainer.recompute,
-        fused=config.cluster.devices_per_node > 0,
-    )
+    activations = _activations(shape, config, config.layout, stage)
     source = config.old_logits.source
     masters = held.optimizer * _FP32 / (3 * _FP32 if width != _FP32 else 2 * _FP32)
     tensor = width * largest_tensor(shape)
@@ -109,18 +101,53 @@ def trainer_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
         ("history: records", config.snapshots.device_bytes if source in DIFFERENCES else 0),
         ("average", masters if source == "ewma" else 0),
         ("reference", held.weights if config.objective.kl_coefficient > 0 else 0),
-        ("critic", _critic(shape, config, stage)),
+        ("critic", critic_on_stage(shape, config, stage).total if _shares_critic(config) else 0),
         ("publishing", gathered if stage == 0 else 0),
     )
+    return _training_budget("trainer", config, config.layout, stage, needs)
+
+
+def _activations(shape: ModelShape, config: RunConfig, layout: LayoutConfig, stage: int) -> Activations:
+    return activations_on_stage(
+        shape,
+        layout,
+        stage,
+        tokens=config.trainer.micro_batch_tokens,
+        width=weight_width(config),
+        recompute=config.trainer.recompute,
+        fused=config.cluster.devices_per_node > 0,
+    )
+
+
+def _training_budget(
+    part: str, config: RunConfig, layout: LayoutConfig, stage: int, needs: tuple[tuple[str, float], ...]
+) -> Budget:
     cluster = config.cluster
     return Budget(
-        "trainer rank"
-        if config.layout.pipeline_model_parallel_size == 1
-        else f"trainer rank of stage {stage}",
+        f"{part} rank" if layout.pipeline_model_parallel_size == 1 else f"{part} rank of stage {stage}",
         needs,
         cluster.device_memory_gib * GIB * (1 - cluster.headroom),
         f"{cluster.device_memory_gib:g} GiB less {cluster.headroom:.0%}",
     )
+
+
+def critic_budget(shape: ModelShape, config: RunConfig, stage: int) -> Budget:
+    """Memory of each of the critic's own ranks of a pipeline stage."""
+    layout, held = config.critic_layout, critic_on_stage(shape, config, stage)
+    # Its head makes one number of a token.
+    activations = _activations(replace(shape, vocabulary=1), config, layout, stage)
+    needs = (
+        ("weights", held.weights),
+        ("gradients", held.gradients),
+        ("optimiser", held.optimizer),
+        ("activations", activations.total),
+    )
+    return _training_budget("critic", config, layout, stage, needs)
+
+
+def _shares_critic(config: RunConfig) -> bool:
+    """Whether a critic lives on the trainer's ranks."""
+    return ADVANTAGES[config.advantage.name].needs_critic and config.critic.ranks == "shared"
 
 
 def keeps_shadow(config: RunConfig) -> bool:
@@ -157,12 +184,6 @@ def logits_bytes(shape: ModelShape, config: RunConfig, stage: int) -> float:
     return config.trainer.micro_batch_tokens * row
 
 
-def _critic(shape: ModelShape, config: RunConfig, stage: int) -> int:
-    if not ADVANTAGES[config.advantage.name].needs_critic:
-        return 0
-    return critic_on_stage(shape, config, stage).total
-
-
 def engine_budget(shape: ModelShape, config: RunConfig) -> Budget:
     """Memory of each accelerator of an engine."""
     ranks, width = config.engines.tensor_parallel_size, weight_width(config)
@@ -190,11 +211,14 @@ def host_budget(shape: ModelShape, config: RunConfig) -> Budget:
         each = config.snapshots.host_bytes
     trainers = max(node.trainer_ranks for node in place(config))
     ranks, copy = trainers * (2 if source == "dedicated" else 1), checkpoint_copy_bytes(shape, config)
+    critics = config.critic_layout.world_size if config.critic.ranks == "own" else 0
+    critic_copy = _copy_bytes(config, (critic_on_stage(shape, config, stage) for stage in critic_stages(config)))
     return Budget(
         "machine with trainer ranks",
         (
             (f"history of {ranks} rank(s) * {bytes_text(each)}", ranks * each),
             (f"checkpoint copies of {trainers} rank(s) * {bytes_text(copy)}", trainers * copy),
+            (f"of {critics} critic rank(s) * {bytes_text(critic_copy)}", critics * critic_copy),
         ),
         config.cluster.host_memory_gib * GIB,
         "host memory",
@@ -207,10 +231,13 @@ def checkpoint_copy_bytes(shape: ModelShape, config: RunConfig) -> int:
     An upper bound: ranks that hold the same parameters are counted each, as Megatron gathers the shards of optimisers
     on all of them before the first of them writes.
     """
+    return _copy_bytes(config, _stages(shape, config))
+
+
+def _copy_bytes(config: RunConfig, stages: Iterable[Memory]) -> int:
     if config.checkpoint.every == 0 or not config.checkpoint.asynchronous:
         return 0
-    most = max(budget.parameters.total for budget in _stages(shape, config))
-    return (weight_width(config) + 3 * _FP32) * most
+    return (weight_width(config) + 3 * _FP32) * max(held.parameters.total for held in stages)
 
 
 def _stages(shape: ModelShape, config: RunConfig) -> Iterator[Memory]:
@@ -218,13 +245,20 @@ def _stages(shape: ModelShape, config: RunConfig) -> Iterator[Memory]:
         yield memory_on_stage(shape, config, stage)
 
 
+def critic_stages(config: RunConfig) -> range:
+    """Pipeline stages of the ranks that the critic lives on."""
+    return range(config.critic_layout.pipeline_model_parallel_size)
+
+
 def budgets(shape: ModelShape, config: RunConfig) -> list[Budget]:
-    """Every sum that must fit: ranks of the first and last pipeline stage, of a dedicated model, of an engine; and a
-    machine of the trainer."""
+    """Every sum that must fit: ranks of the first and last pipeline stage, of a dedicated model, of a critic (if it has
+    ranks of its own), of an engine; and a machine of the trainer."""
     last = config.layout.pipeline_model_parallel_size - 1
     stages = [trainer_budget(shape, config, stage) for stage in sorted({0, last})]
     dedicated = [scorer_budget(shape, config, last)] if config.old_logits.source == "dedicated" else []
-    return [*stages, *dedicated, engine_budget(shape, config), host_budget(shape, config)]
+    own = critic_stages(config) if config.critic.ranks == "own" else range(0)
+    critics = [critic_budget(shape, config, stage) for stage in sorted({*own[:1], *own[-1:]})]
+    return [*stages, *dedicated, *critics, engine_budget(shape, config), host_budget(shape, config)]
 
 
 def memory_problems(shape: ModelShape, config: RunConfig) -> list[str]:
@@ -241,9 +275,10 @@ def memory_problems(shape: ModelShape, config: RunConfig) -> list[str]:
 
 
 def _remedy(what: str) -> str:
-    if what.startswith(("trainer", "dedicated")):
+    if what.startswith(("trainer", "dedicated", "critic")):
+        of_critic = " of critic.layout" if what.startswith("critic") else ""
         return (
-            "set trainer.recompute, lower trainer.micro_batch_tokens, or raise a parallel size "
+            f"set trainer.recompute, lower trainer.micro_batch_tokens, or raise a parallel size{of_critic} "
             "(expert_model_parallel_size for experts, tensor or pipeline for the rest, world_size for the optimiser)"
         )
     if what.startswith("engine"):

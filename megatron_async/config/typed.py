@@ -99,6 +99,12 @@ def _convert(kind: Any, value: Any) -> Any:
     return _scalar(kind, value)
 
 
+def section_of(kind: Any) -> type | None:
+    """The dataclass that a field holds, also one that may be null; None for a plain value."""
+    parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return next((part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)), None)
+
+
 def _fields_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
@@ -117,8 +123,9 @@ def _build(cls: type[T], data: Any, prefix: str, problems: list[str]) -> T | Non
     for key, value in data.items():
         if key not in fields:
             problems.append(f"{prefix}{key}: unknown key; {_hint(str(key), cls, prefix)}")
-        elif dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(hints[key], value, f"{prefix}{key}.", problems)  # type: ignore[arg-type]
+        elif (section := section_of(hints[key])) is not None:
+            left_out = value is None and section is not hints[key]
+            values[key] = None if left_out else _build(section, value, f"{prefix}{key}.", problems)
         else:
             try:
                 values[key] = _convert(hints[key], value)

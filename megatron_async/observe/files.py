@@ -15,6 +15,7 @@ runs/<name>/
   bank.sqlite          trajectories, versions, steps
   checkpoint/          final policy in Hugging Face format
   critic/              final critic, as a token classifier in Hugging Face format, where there is one
+  critic_link.json     where the trainer meets a critic on ranks of its own
   checkpoints/step_<n> what the run resumes from after n steps
   snapshots/rank_<r>/  history of that trainer rank's weights
   report.txt, timeline.png
@@ -87,6 +88,10 @@ class RunFiles:
     @property
     def critic(self) -> Path:
         return self.root / "critic"
+
+    @property
+    def critic_link(self) -> Path:
+        return self.root / "critic_link.json"
 
     @property
     def snapshots(self) -> Path:

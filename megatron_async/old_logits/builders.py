@@ -19,10 +19,10 @@ from megatron_async.old_logits.averaged import AveragedSource
 from megatron_async.old_logits.dedicated import DedicatedSource, Fetch
 from megatron_async.old_logits.ewma import ActiveFractionReset, WeightAverage, beta_of_window
 from megatron_async.old_logits.interrupt import InterruptSource
-from megatron_async.old_logits.peers import PeerLink
 from megatron_async.old_logits.reference import WithReference, reference_weights
 from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.old_logits.source import OldLogitSource, RolloutSource, StartSource
+from megatron_async.peers import PeerLink
 from megatron_async.snapshots import FullCopyStore, SnapshotConfig, SnapshotStore, WeightHistory
 
 COPIES_BEYOND_WINDOW = 3

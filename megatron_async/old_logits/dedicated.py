@@ -20,13 +20,10 @@ import numpy as np
 
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
-from megatron_async.old_logits.peers import PeerLink
 from megatron_async.old_logits.source import AnchorLogprobs, LogProbs, OldLogitSource, timed
+from megatron_async.peers import END, PeerLink
 from megatron_async.snapshots import CaptureReport, SnapshotStore
 from megatron_async.snapshots.transfer import read_step
-
-END = b""
-"""The message after the last version."""
 
 Fetch = Callable[[SequenceOf[str]], Mapping[str, np.ndarray]]
 """Old log-probs float32 [L] of trajectories by id, waited for; equal on every rank (collective)."""
@@ -111,7 +108,7 @@ class DedicatedSource(OldLogitSource):
     def updated(self, version: int, oldest_needed: int) -> None:
         """Record the step, and send it to the scorer while the loop goes on.
 
-        Raises RuntimeError when the scorer is gone.
+        Raises PeerGone.
         """
         if self._sending is not None:
             self._sending.result()

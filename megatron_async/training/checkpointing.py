@@ -12,6 +12,7 @@ Invariants:
 - A generation is written aside, under a name that is never used again, and gets its name in one rename when files and
   manifest are on the disk. What was left aside is never read, and removed at the next start; nor is a folder read whose
   files are not all there in the sizes its manifest names.
+- A critic on ranks of its own writes its part into the same folder, which gets its name only when that is complete too.
 - Older generations go after a newer one is complete, so one can always be resumed once there was one. What only they
   needed goes after them (`on_pruned`): a kill in between leaves too much, never too little.
 - The data cursor needs no copy: which prompts were issued, and which batches steps had, is in the bank, whose
@@ -56,12 +57,75 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@runtime_checkable
-class HoldsModel(Stateful, Protocol):
-    """A part with a model of its own, which is saved and loaded like the policy, in a folder of the part's name."""
+class ModelFiles(Protocol):
+    """Saves and loads a model beside the policy, wherever its ranks are; every method but `abandon` is collective.
+
+    One save at a time: `pending` from `begin` until `written`, which `begin` got, has been called on every rank.
+    """
 
     @property
-    def model(self) -> TokenModel: ...
+    def pending(self) -> bool: ...
+
+    def prepare(self) -> None: ...
+
+    def begin(self, folder: Path, written: Callable[[], None]) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """state: the part's `state_dict` at the time of the save."""
+
+
+class LocalFiles:
+    """`ModelFiles` of a model on the caller's own ranks.
+
+    random_states: these ranks have no other model, so that the generators are the model's too; they are loaded where
+    `state["layout"]` says that they were saved under the same layout.
+    """
+
+    def __init__(self, model: TokenModel, *, asynchronous: bool, random_states: bool = False) -> None:
+        self._model = model
+        self._random_states = random_states
+        self._writer = checkpoint.ShardedWriter(asynchronous=asynchronous)
+
+    @property
+    def pending(self) -> bool:
+        return self._writer.pending
+
+    def prepare(self) -> None:
+        self._writer.prepare(self._model)
+
+    def begin(self, folder: Path, written: Callable[[], None]) -> None:
+        self._writer.begin(self._model, folder, written)
+
+    def poll(self) -> None:
+        self._writer.poll()
+
+    def finish(self) -> None:
+        self._writer.finish()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
+        checkpoint.load(
+            self._model,
+            folder,
+            num_steps=state["optimizer_steps"],
+            with_random_state=self._random_states and state.get("layout") == asdict(self._model.layout),
+        )
+
+
+@runtime_checkable
+class HoldsModel(Stateful, Protocol):
+    """A part with a model of its own, which is saved and loaded with the policy, in a folder of the part's name."""
+
+    @property
+    def files(self) -> ModelFiles: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +213,8 @@ class Checkpoints:
         self._settings = config.checkpoint
         self._policy = policy
         self._control = control
-        self._writers: dict[str, checkpoint.ShardedWriter] = {}
+        self._writer = checkpoint.ShardedWriter(asynchronous=config.checkpoint.asynchronous)
+        self._others: dict[str, ModelFiles] = {}
         self.folder = RunFiles(config.run_path).checkpoints
         self._resumed: Generation | None = None
         self.safe_version = 0
@@ -196,16 +261,22 @@ class Checkpoints:
             self._restore(parts)
         if self._settings.every > 0:
             average = next((v for p in parts.values() if (v := p.state_dict().get("values")) is not None), None)
-            self._writer(_WEIGHTS).prepare(self._policy, average)
-            for name, model in _models(parts).items():
-                self._writer(name).prepare(model)
+            self._writer.prepare(self._policy, average)
+            for files in _models(parts).values():
+                files.prepare()
 
     def _restore(self, parts: Mapping[str, Stateful]) -> None:
         assert self._resumed is not None, "called after a generation was loaded"
         for name, part in parts.items():
             saved = self._resumed.states.get(name)
-            if saved and isinstance(part, HoldsModel):
-                checkpoint.load(part.model, self._resumed.path / name, num_steps=saved["optimizer_steps"])
+            if isinstance(part, HoldsModel):
+                folder = self._resumed.path / name
+                if not saved or not folder.is_dir():
+                    raise checkpoint.CheckpointError(
+                        f"{self._resumed.path} holds no {name}: its run had none. Resume with the configuration it was "
+                        "made with, or start a new run from its weights (model.path; tools/convert_checkpoint.py)"
+                    )
+                part.files.load(folder, saved)
             values = part.state_dict().get("values")
             if not saved or (values is None) != (not saved.pop("has_values")):
                 continue
@@ -233,8 +304,8 @@ class Checkpoints:
         aside = self.folder / f".{_name(steps)}.{token}"
         manifest = self._manifest(steps, version, states)
 
-        models = _models(parts)
-        unwritten = {_WEIGHTS, *models}
+        self._others = _models(parts)
+        unwritten = {_WEIGHTS, *self._others}
 
         def written(name: str) -> None:
             unwritten.discard(name)
@@ -247,31 +318,30 @@ class Checkpoints:
                     self._on_pruned(kept[0].steps)
             self.safe_version = version
 
-        self._writer(_WEIGHTS).begin(self._policy, aside / _WEIGHTS, partial(written, _WEIGHTS), average)
-        for name, model in models.items():
-            self._writer(name).begin(model, aside / name, partial(written, name))
+        self._writer.begin(self._policy, aside / _WEIGHTS, partial(written, _WEIGHTS), average)
+        for name, files in self._others.items():
+            files.begin(aside / name, partial(written, name))
         self.stall_seconds = time.perf_counter() - began
 
     def poll(self) -> None:
         """Complete the save in progress if its files are written; cheap."""
-        for writer in self._writers.values():
+        for writer in self._writers:
             if writer.pending:
                 writer.poll()
 
     def finish(self) -> None:
         """Wait for the save in progress."""
-        for writer in self._writers.values():
+        for writer in self._writers:
             writer.finish()
 
     def abandon(self) -> None:
         """Leave a save in progress incomplete; not collective."""
-        for writer in self._writers.values():
+        for writer in self._writers:
             writer.abandon()
 
-    def _writer(self, name: str) -> checkpoint.ShardedWriter:
-        if name not in self._writers:
-            self._writers[name] = checkpoint.ShardedWriter(asynchronous=self._settings.asynchronous)
-        return self._writers[name]
+    @property
+    def _writers(self) -> tuple[checkpoint.ShardedWriter | ModelFiles, ...]:
+        return (self._writer, *self._others.values())
 
     def _newest(self) -> str | None:
         for path in self.folder.glob(".step_*"):
@@ -291,9 +361,9 @@ class Checkpoints:
         }
 
 
-def _models(parts: Mapping[str, Stateful]) -> dict[str, TokenModel]:
-    """The models of their own that parts have, by the parts' names."""
-    return {name: part.model for name, part in parts.items() if isinstance(part, HoldsModel)}
+def _models(parts: Mapping[str, Stateful]) -> dict[str, ModelFiles]:
+    """Of the models of their own that parts have, by the parts' names."""
+    return {name: part.files for name, part in parts.items() if isinstance(part, HoldsModel)}
 
 
 def _name(steps: int) -> str:

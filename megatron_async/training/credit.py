@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,20 @@ from torch import Tensor
 from megatron_async.advantages import AdvantageEstimator, build_advantage, explained_variance
 from megatron_async.advantages.targets import Episodes, Targets, gae_targets
 from megatron_async.config.methods import ADVANTAGES
-from megatron_async.config.schema import OptimizerConfig, RunConfig
-from megatron_async.engine.critic import Critic, Values
-from megatron_async.engine.sequences import Packed, Sequence
-from megatron_async.engine.token_model import TrainStepResult
-from megatron_async.objectives.value import value_loss
+from megatron_async.config.schema import RunConfig
+from megatron_async.engine.critic import Values
+from megatron_async.engine.sequences import Sequence
 from megatron_async.training.batch import with_array
+from megatron_async.training.checkpointing import ModelFiles
+from megatron_async.training.control import Control
+from megatron_async.training.critics import (
+    SharedCritic,
+    ValueModel,
+    ValueUpdate,
+    build_critic,
+    count_actions,
+)
+from megatron_async.training.remote_critic import RemoteCritic
 from megatron_async.trajectory import Status, Trajectory
 
 Stage = Callable[[str, int], AbstractContextManager[None]]
@@ -65,6 +72,9 @@ class BaselineCredit:
     def save(self, path: Path) -> None:
         """Write what is learned besides the policy; collective."""
 
+    def close(self) -> None:
+        """Nothing more is assigned."""
+
     @property
     def parts(self) -> dict[str, BaselineCredit]:
         """What a checkpoint holds of it, by name."""
@@ -82,11 +92,12 @@ class BaselineCredit:
 class CriticCredit(BaselineCredit):
     """One advantage per token, by skip-observation GAE over the critic's values; trains the critic on each batch."""
 
-    def __init__(self, config: RunConfig, critic: Critic, stage: Stage) -> None:
+    def __init__(self, config: RunConfig, critic: ValueModel, stage: Stage) -> None:
         self._config = config
         self._stage = stage
         self.critic = critic
-        self._pending: list[Sequence] = []
+        self._learning: list[Sequence] = []
+        self._step = 0
         self._metrics: dict[str, Any] = {}
 
     def scalars(self, trajectories: SequenceOf[Trajectory]) -> tuple[list[float], list[int]]:
@@ -97,26 +108,32 @@ class CriticCredit(BaselineCredit):
         return step < self._config.critic.warmup_steps
 
     def assign(self, step: int, trajectories: list[Trajectory], sequences: list[Sequence]) -> list[Sequence]:
-        """Values, then advantages and targets; with `critic_first` the critic learns in between."""
+        """Values, then advantages and targets; the value updates begin, and with `critic_first` are waited for."""
         with self._stage("critic", step):
+            self._collect()
             targets = self._estimate(trajectories, sequences)
-            self._pending = learning_sequences(sequences, targets)
+            self._step, self._learning = step, learning_sequences(sequences, targets)
+            self.critic.begin_updates(self._learning, self._config.critic.updates)
             if self._config.critic.order == "critic_first" and not self.holds_policy(step):
-                self._update()
+                self._collect()
                 targets = self._estimate(trajectories, sequences, report=False)
         lengths = [len(sequence) for sequence in sequences]
         return with_array(sequences, "advantages", _split(targets.advantages, lengths))
 
     def learn(self, step: int) -> None:
-        if self._pending:
+        if self._learning:
             with self._stage("critic", step):
-                self._update()
+                if self.critic.work():
+                    self._collect()
         if self.holds_policy(step):
             self._metrics["skipped"] = (
                 f"critic warm-up: step {step + 1} of {self._config.critic.warmup_steps} trains the critic alone"
             )
 
     def take_metrics(self) -> dict[str, Any]:
+        if self._learning:
+            with self._stage("critic", self._step):
+                self._collect()
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -128,17 +145,19 @@ class CriticCredit(BaselineCredit):
         return {"critic": self}
 
     @property
-    def model(self) -> Critic:
-        """The critic: a checkpoint holds its weights and optimiser like the policy's."""
-        return self.critic
+    def files(self) -> ModelFiles:
+        """The critic's: a checkpoint holds its weights and optimiser like the policy's."""
+        return self.critic.files
 
     def state_dict(self) -> dict[str, Any]:
         """What the weights do not say: value updates made."""
-        assert self.critic.optimizer is not None, "a critic that judges also learns"
-        return {"optimizer_steps": self.critic.optimizer.num_steps}
+        return self.critic.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The weights were loaded with their schedule."""
+
+    def close(self) -> None:
+        self.critic.close()
 
     def _estimate(
         self, trajectories: list[Trajectory], sequences: list[Sequence], *, report: bool = True
@@ -149,38 +168,25 @@ class CriticCredit(BaselineCredit):
             self._metrics |= estimate_metrics(episodes, targets)
         return targets
 
-    def _update(self) -> None:
-        """K value updates on the batch in hand."""
-        pending, self._pending = self._pending, []
-        results = [update_critic(self.critic, pending) for _ in range(self._config.critic.updates)]
-        self._metrics |= critic_metrics(results, pending)
+    def _collect(self) -> None:
+        """Wait for the value updates that have begun, if any."""
+        if self._learning:
+            learned, self._learning = self._learning, []
+            self._metrics |= critic_metrics(self.critic.finish_updates(), learned)
 
 
-def build_credit(config: RunConfig, stage: Stage) -> BaselineCredit:
-    """What `advantage.name` asks for; builds the critic where it needs one (collective)."""
+def build_credit(config: RunConfig, stage: Stage, control: Control | None = None) -> BaselineCredit:
+    """What `advantage.name` asks for; builds the critic, or meets the one on ranks of its own (collective).
+
+    control: of the trainer's ranks; needed with `critic.ranks: own`.
+    """
     if not ADVANTAGES[config.advantage.name].needs_critic:
         return BaselineCredit(config)
-    return CriticCredit(config, build_critic(config), stage)
-
-
-def build_critic(config: RunConfig) -> Critic:
-    """The critic of a run, on the actor's ranks and in its layout."""
-    model = replace(config.model, path=config.critic.path or config.model.path)
-    optimizer = critic_optimizer(config)
-    return Critic.build(model, config.layout, config.trainer, optimizer, config.seed, critic=config.critic)
-
-
-def critic_optimizer(config: RunConfig) -> OptimizerConfig:
-    """The run's Adam with the critic's rate, clipping and warm-up; its rate does not decay."""
-    critic = config.critic
-    return replace(
-        config.optimizer,
-        lr=critic.lr,
-        min_lr=0.0,
-        clip_grad=critic.clip_grad,
-        lr_warmup_steps=critic.lr_warmup_steps,
-        lr_decay="constant",
-    )
+    if config.critic.ranks == "own":
+        assert control is not None, "only rank 0 speaks with a critic on ranks of its own"
+        return CriticCredit(config, RemoteCritic.connect(config, control), stage)
+    critic = SharedCritic(build_critic(config), asynchronous=config.checkpoint.asynchronous)
+    return CriticCredit(config, critic, stage)
 
 
 def to_episodes(trajectories: SequenceOf[Trajectory], values: Values) -> Episodes:
@@ -231,23 +237,6 @@ def learning_sequences(sequences: SequenceOf[Sequence], targets: Targets) -> lis
     ]
 
 
-def update_critic(critic: Critic, sequences: list[Sequence]) -> TrainStepResult:
-    """One value update on the whole batch."""
-    tokens = _actions(sequences)
-
-    def loss(packed: Packed, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        arrays, mask = packed.arrays, packed.arrays["action_mask"].bool() & (packed.positions > 0)
-        config = critic.critic_config
-        result = value_loss(config, values, arrays["returns"], arrays["old_values"], mask, tokens)
-        return result.loss, result.stats
-
-    return critic.train_step(sequences, loss)
-
-
-def _actions(sequences: SequenceOf[Sequence]) -> int:
-    return int(sum(sequence.arrays["action_mask"].sum() for sequence in sequences))
-
-
 def _split(flat: Tensor, lengths: SequenceOf[int]) -> list[np.ndarray]:
     return np.split(flat.float().numpy(), np.cumsum(lengths)[:-1])
 
@@ -268,16 +257,15 @@ def estimate_metrics(episodes: Episodes, targets: Targets) -> dict[str, float]:
     }
 
 
-def critic_metrics(results: SequenceOf[TrainStepResult], sequences: SequenceOf[Sequence]) -> dict[str, Any]:
+def critic_metrics(updates: SequenceOf[ValueUpdate], sequences: SequenceOf[Sequence]) -> dict[str, Any]:
     """Of the K updates on one batch."""
-    tokens = max(_actions(sequences), 1)
-    errors = [float(result.stats.get("squared_error", 0.0)) / tokens for result in results]
+    tokens = max(count_actions(sequences), 1)
     return {
-        "critic/loss": float(np.mean([result.loss for result in results])),
-        "critic/squared_error_first": errors[0],
-        "critic/squared_error_last": errors[-1],
-        "critic/grad_norm": float(np.mean([result.grad_norm for result in results])),
-        "critic/lr": results[-1].lr,
-        "critic/clipped": float(np.mean([float(r.stats.get("clipped", 0.0)) / tokens for r in results])),
-        "critic/skipped_updates": sum(result.skipped is not None for result in results),
+        "critic/loss": float(np.mean([update.loss for update in updates])),
+        "critic/squared_error_first": updates[0].squared_error / tokens,
+        "critic/squared_error_last": updates[-1].squared_error / tokens,
+        "critic/grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "critic/lr": updates[-1].lr,
+        "critic/clipped": float(np.mean([update.clipped / tokens for update in updates])),
+        "critic/skipped_updates": sum(update.skipped is not None for update in updates),
     }

@@ -191,7 +191,6 @@ class Session:
         """Write the policy as a Hugging Face checkpoint and tell the rollout process that training is over."""
         if self.status:
             self.status.set("saving")
-        self.checkpoints.finish()
         self.policy.save_hf(self.files.checkpoint)
         if self.bank:
             self.bank.set_state(PHASE, "finished")

@@ -71,6 +71,24 @@ def _start(
         )
 
 
+def start_world(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments as a world of its own: under torchrun where there are several ranks."""
+    command = [sys.executable, *arguments]
+    if ranks > 1:
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *run, *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY
+        )
+
+
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
     """What went wrong, or None once every rank has ended well."""
     while True:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.distributed.launch import REPOSITORY
+from tests.distributed.launch import start_world
 from tests.engine_reference import make_model
 
 ACTOR = Path(__file__).with_name("dedicated_actor.py")
@@ -36,24 +33,6 @@ def write_config(folder: Path, world_size: int) -> Path:
     return file
 
 
-def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """A world of its own: torchrun where there are several ranks."""
-    command = [sys.executable, *arguments]
-    if ranks > 1:
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *run, *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    with log.open("wb") as file:
-        return subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY
-        )
-
-
 @pytest.mark.parametrize(("ranks", "first"), [(1, 4), pytest.param(2, 0, marks=pytest.mark.slow)])
 def test_the_dedicated_model_scores_every_version_as_the_actor_did(
     tmp_path: Path, ranks: int, first: int
@@ -61,8 +40,8 @@ def test_the_dedicated_model_scores_every_version_as_the_actor_did(
     """first: the version that the actor starts with; 0 is the checkpoint, 4 as after a resume."""
     file, findings = write_config(tmp_path, ranks), tmp_path / "findings.json"
     score = ["-m", "megatron_async", "score", "--config", str(file)]
-    scorer = start(score, ranks, tmp_path / "scorer.log")
-    actor = start([str(ACTOR), str(file), str(findings), str(first)], ranks, tmp_path / "actor.log")
+    scorer = start_world(score, ranks, tmp_path / "scorer.log")
+    actor = start_world([str(ACTOR), str(file), str(findings), str(first)], ranks, tmp_path / "actor.log")
     try:
         codes = [actor.wait(timeout=200), scorer.wait(timeout=60)]
     finally:

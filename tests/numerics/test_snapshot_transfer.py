@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.old_logits.peers import PeerLink, PeerMissing
+from megatron_async.peers import PeerLink, PeerMissing
 from megatron_async.snapshots import DamagedRecordError, SnapshotConfig, SnapshotError, SnapshotStore
 from megatron_async.snapshots.transfer import Follower, VersionStep, read_step
 from tests.snapshot_support import bits, mixed_tensors, same, toggle

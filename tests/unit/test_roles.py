@@ -89,6 +89,33 @@ def test_a_rollout_that_ends_is_started_again_alone(tmp_path: Path) -> None:
     assert restarts(config) == [("rollout", 5)]
 
 
+# The first critic ends once the trainer runs; the trainer is done once a second critic runs.
+BESIDE = """
+echo critic >> "$1"
+if [ $(grep -c critic "$1") -gt 1 ]; then exec sleep 60; fi
+until grep -q trainer "$1"; do sleep 0.02; done
+exit 9
+"""
+WITH_BESIDE = """
+echo trainer >> "$1"
+until [ $(grep -c critic "$1") -gt 1 ]; do sleep 0.02; done
+"""
+
+
+def test_what_trains_beside_the_trainer_ends_and_starts_with_it(tmp_path: Path) -> None:
+    config, notes = make(tmp_path), tmp_path / "notes"
+    critic, trainer = (
+        Part(name, ["sh", "-c", script, name, str(notes)], tmp_path / f"{name}.log")
+        for name, script in (("critic", BESIDE), ("trainer", WITH_BESIDE))
+    )
+    rollout = Part("rollout", ["sleep", "60"], tmp_path / "rollout.log")
+    parts: list[Part] = []
+    with supervised(parts):
+        Roles(config, [critic, trainer], rollout, parts).run()
+    assert sorted(notes.read_text().split()) == ["critic", "critic", "trainer", "trainer"]
+    assert restarts(config) == [("critic", 9)]
+
+
 def test_starts_without_a_further_step_are_counted_and_end_the_run(tmp_path: Path) -> None:
     config = make(tmp_path, max_restarts=2)
     with pytest.raises(PartFailed, match="trainer ended with exit code 7"):

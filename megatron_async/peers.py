@@ -1,4 +1,4 @@
-"""A channel for bytes between one trainer rank and the scorer rank that holds the same part of the model.
+"""A channel for bytes between one trainer rank and one rank of a part that runs beside the trainer.
 
 Invariants: messages arrive whole and in order; a peer that is gone, or silent beyond the deadline, raises. The trainer
 rank listens and leaves its address in the run's folder, which both see.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from megatron_async.errors import UserError
 from megatron_async.snapshots.bits import words_of
 
+T = TypeVar("T")
+
+END = b""
+"""The message after the last one."""
 _LOOK_S = 0.05
+_JOIN_S = 10.0
 _LISTENER, _CALLER = 0, 1
 _CONNECT = timedelta(seconds=3)
 _SILENCE = timedelta(days=1)
@@ -44,6 +51,10 @@ def _reached(file: Path) -> TCPStore | None:
 
 class PeerMissing(UserError):
     """The other side did not come in time."""
+
+
+class PeerGone(UserError):
+    """The other side ended, or broke the connection, before it had said that it would send no more."""
 
 
 class PeerLink:
@@ -105,19 +116,71 @@ class PeerLink:
                 words.copy_(torch.frombuffer(bytearray(data), dtype=words.dtype))
         return int(version)
 
-    def send(self, data: bytes) -> None:
-        """Send one message. Raises RuntimeError when the peer is gone."""
-        header = torch.tensor([len(data)], dtype=torch.int64)
-        self._group.send([header], self._other, 0).wait()
+    def send(self, data: bytes, deadline_s: float = _SILENCE.total_seconds()) -> None:
+        """Send one message. Raises PeerGone when the peer is gone, or takes nothing in for `deadline_s` seconds."""
+        timeout = timedelta(seconds=deadline_s)
+        self._pass(self._group.send, torch.tensor([len(data)], dtype=torch.int64), timeout)
         if data:
-            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._group.send([body], self._other, 0).wait()
+            self._pass(self._group.send, torch.frombuffer(bytearray(data), dtype=torch.uint8), timeout)
 
-    def receive(self) -> bytes:
-        """The next message. Raises RuntimeError when the peer is gone or silent beyond the deadline."""
+    def receive(self, deadline_s: float = _SILENCE.total_seconds()) -> bytes:
+        """The next message. Raises PeerGone when the peer is gone, or silent for `deadline_s` seconds."""
+        timeout = timedelta(seconds=deadline_s)
         header = torch.empty(1, dtype=torch.int64)
-        self._group.recv([header], self._other, 0).wait()
+        self._pass(self._group.recv, header, timeout)
         body = torch.empty(int(header[0]), dtype=torch.uint8)
         if body.numel():
-            self._group.recv([body], self._other, 0).wait()
+            self._pass(self._group.recv, body, timeout)
         return body.numpy().tobytes()
+
+    def _pass(self, operation: Callable[..., Any], tensor: Tensor, timeout: timedelta) -> None:
+        try:
+            operation([tensor], self._other, 0).wait(timeout)
+        except RuntimeError as error:  # what gloo raises for a broken connection and for silence
+            raise PeerGone(f"the peer is gone, or silent for {timeout.total_seconds():g} s: {error}") from error
+
+
+class Inbox(Generic[T]):
+    """Takes in what the peer sends, in a thread of its own, while this rank computes; ends with the message `END`.
+
+    decode: makes the messages what `take` returns, in that thread.
+    """
+
+    def __init__(self, link: PeerLink, decode: Callable[[bytes], T]) -> None:
+        self._link = link
+        self._decode = decode
+        self._queue: queue.Queue[T | Exception] = queue.Queue()
+        self.ended_at: float | None = None
+        """When the peer said that it sends no more (time.monotonic), or None."""
+        self._thread = threading.Thread(target=self._receive, name="peer-inbox", daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._link.receive()) != END:
+                self._queue.put(self._decode(message))
+            self.ended_at = time.monotonic()
+        except Exception as error:  # noqa: BLE001 - handed to the thread that works, which raises it
+            self._queue.put(error)
+
+    @property
+    def empty(self) -> bool:
+        """Whether `take` would wait."""
+        return self._queue.empty()
+
+    def take(self, wait_s: float) -> T | None:
+        """The next message; None when there is none within `wait_s` seconds.
+
+        Raises PeerGone, and what `decode` raises.
+        """
+        try:
+            found = self._queue.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Wait for the thread of a peer that has ended."""
+        self._thread.join(_JOIN_S)
