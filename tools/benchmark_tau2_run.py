@@ -66,7 +66,7 @@ def run(folder: Path) -> float:
 def rows(folder: Path, minutes: float) -> list[Row]:
     """The rows of a run that the recipe has made."""
     steps = len((folder / NAME / "metrics.jsonl").read_text().splitlines())
-    job = f"tiny Qwen3-MoE, telecom solo, compact prompt (no leaderboard number), {steps} RL steps of 64 trajectories"
+    job = f"tiny Qwen3-MoE, telecom solo, compact prompt (no leaderboard number), {steps} RL steps"
     made = [Row("telecom_cpu_minutes", round(minutes, 1), "min", "<= 60", f"{job}; set-up excluded")]
     for split, tasks in SPLITS.items():
         before, after = (evaluation(folder, label, split) for label in ("before", "after"))
