@@ -22,7 +22,7 @@ def write_config(folder: Path, world_size: int) -> Path:
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "layout": {"world_size": world_size, "expert_model_parallel_size": world_size},
         "trainer": {"deadline_s": 60, "micro_batch_tokens": 256},
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-2},
         "objective": {"name": "ppo", "anchor": "dedicated"},
         "batch": {"groups": 7, "group_size": 1},
         "rollout": {"max_staleness": 3, "max_tokens": 256},
@@ -52,9 +52,10 @@ def test_the_dedicated_model_scores_every_version_as_the_actor_did(
     found = json.loads(findings.read_text())
     assert found["compared"] == 8 * 8
     assert found["missing"] == 0
-    assert found["moved"] > 1e-2
-    # bf16 products of other packings: the same weights, a few units in the last place of a logit.
-    assert found["worst"] <= 2e-2, found
+    # bf16 products of other packings: the same weights, two units in the last place of a logit between 2 and 4. Another
+    # version's weights give something else by far.
+    assert found["worst"] <= 2 * 2**-6, found
+    assert found["moved"] > 0.3, found
     assert found["sent_bytes"] > 0
     timeline = [json.loads(line) for line in (tmp_path / "job" / "timeline.jsonl").read_text().splitlines()]
     assert {row["stage"] for row in timeline if row["part"] == "scorer"} == {"follow", "score"}
