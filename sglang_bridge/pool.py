@@ -185,7 +185,12 @@ class EnginePool:
         await member.client.close()
 
     async def versions(self, deadline_s: float) -> dict[str, int]:
-        """The version each serving engine samples with; one that does not answer in time is left out."""
+        """The version each serving engine samples with; one that does not answer in time is left out.
+
+        Engines that are left out are asked whether they can be taken back, so that a caller who waits for a version
+        before it sends anything does not wait for ever.
+        """
+        self._start_due_probes()
         serving = [member for member in self._members if member.serves]
         answers = await asyncio.gather(*(self._ask_version(member, deadline_s) for member in serving))
         return {member.client.url: version for member, version in zip(serving, answers) if version is not None}

@@ -193,6 +193,22 @@ def test_engines_may_come_and_go_and_the_leaving_one_is_drained() -> None:
     asyncio.run(run())
 
 
+def test_who_waits_for_a_version_hears_of_it_without_a_request() -> None:
+    """Engines that left and came back while nothing ran: a rollout sends nothing before it knows their version."""
+
+    async def run() -> None:
+        async with ScriptedEndpoint(GOOD) as engine, EnginePool([engine.url]) as pool:
+            pool.set_urls([])
+            pool.set_urls([engine.url])
+            assert pool.healthy_urls == []
+            async with asyncio.timeout(10):
+                while not await pool.versions(2.0):
+                    await asyncio.sleep(0.02)
+            assert pool.healthy_urls == [engine.url]
+
+    asyncio.run(run())
+
+
 def test_an_engine_with_old_weights_is_not_taken_back() -> None:
     async def run() -> None:
         async with ScriptedEndpoint(GOOD) as old, EnginePool([NOBODY], patience_s=0.2, probe_s=0.05) as pool:
