@@ -34,19 +34,14 @@ from megatron_async.errors import UserError
 from megatron_async.observe import StatusWriter, Timeline
 from megatron_async.rollout import collecting_garbage
 from megatron_async.rollout.admission import StalenessAdmission
-from megatron_async.rollout.agent_loop import (
-    Chat,
-    EpisodeLimits,
-    EpisodeProgress,
-    ReplayDiverged,
-    run_episode,
-)
+from megatron_async.rollout.agent_loop import Chat, EpisodeProgress, ReplayDiverged, run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
 from megatron_async.rollout.cut_episodes import CutEpisodes
 from megatron_async.rollout.engines import EngineVersions, build_pool, serving_engines, with_engines
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Task, TaskSource
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.ledger import BankView, Ledger
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling

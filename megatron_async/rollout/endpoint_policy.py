@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_async.config.schema import RunConfig
-from megatron_async.rollout.agent_loop import EpisodeLimits
 from megatron_async.rollout.chat_endpoint import ChatEndpoint, Completion, EndpointError, EndpointOptions
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import (
@@ -34,6 +33,7 @@ from megatron_async.rollout.environments.base import (
     TaskSource,
     ToolCall,
 )
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation import Player, journalled, run_blocking
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_statistics import EvaluationResult

@@ -22,11 +22,12 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, append_evaluation, read_metrics
-from megatron_async.rollout.agent_loop import Chat, EpisodeLimits, Sampler, run_episode
+from megatron_async.rollout.agent_loop import Chat, Sampler, run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.engines import build_pool, engine_urls, of_run, with_engines
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource, Task, TaskSource
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, summarise

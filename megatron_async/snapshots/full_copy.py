@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from megatron_async.snapshots.arena import Block, HostArena
-from megatron_async.snapshots.bits import Task, check_tensors, host_words, signature
+from megatron_async.snapshots.bits import Task, host_words
 from megatron_async.snapshots.codec import Mode, Segment
-from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import (
     BudgetExceededError,
     DamagedRecordError,
@@ -35,7 +34,6 @@ from megatron_async.snapshots.record_file import RecordFile, RecordWriter
 from megatron_async.snapshots.references import References
 from megatron_async.snapshots.settings import SnapshotConfig
 from megatron_async.snapshots.travel import Traveller
-from megatron_async.snapshots.walker import Weights
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class FullCopy:
 
 
 class FullCopyStore(Traveller):
-    """Keeps every version as a copy in host memory; see the module, and `WeightHistory` for the methods.
+    """Keeps every version as a copy, in host memory or on disk; see the module, and `WeightHistory` for the methods.
 
     Args:
         tensors: live tensors by name, as for `SnapshotStore`.
@@ -71,17 +69,11 @@ class FullCopyStore(Traveller):
         config: SnapshotConfig,
         directory: Path | str | None = None,
     ) -> None:
-        check_tensors(tensors)
-        super().__init__(version, config)
-        self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
+        super().__init__(tensors, version, config, directory, kind="full copies, ")
         self._arena = HostArena(config.host_bytes, config.pin_memory)
         self._copies: dict[int, FullCopy] = {}
         self._damage: dict[int, str] = {}
         self._references = References(config.keep_last)
-        self._directory: Directory | None = None
-        if directory is not None:
-            text = "full copies, " + signature(self._weights.specs, self._weights.task_words)
-            self._directory = Directory(Path(directory), text, config.disk_bytes)
         try:
             self._open(version)
         except BaseException:

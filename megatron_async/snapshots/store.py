@@ -35,9 +35,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_async.snapshots.bits import check_tensors, signature
 from megatron_async.snapshots.codec import changed_share
-from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import (
     DigestMismatchError,
     SnapshotBusyError,
@@ -50,7 +48,7 @@ from megatron_async.snapshots.settings import SnapshotConfig
 from megatron_async.snapshots.stream import Encode, Step, encode_step, encode_stream
 from megatron_async.snapshots.tiers import Record, Tiers, memory_tiers
 from megatron_async.snapshots.travel import Traveller
-from megatron_async.snapshots.walker import Weights, version_digest
+from megatron_async.snapshots.walker import version_digest
 
 BACKGROUND = "snapshot-capture"
 """Name of the thread that captures in the background."""
@@ -81,13 +79,7 @@ class SnapshotStore(Traveller):
         directory: Path | str | None = None,
         replicas: ReplicaGroup | None = None,
     ) -> None:
-        check_tensors(tensors)
-        super().__init__(version, config)
-        self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
-        self._directory: Directory | None = None
-        if directory is not None:
-            text = signature(self._weights.specs, self._weights.task_words)
-            self._directory = Directory(Path(directory), text, config.disk_bytes)
+        super().__init__(tensors, version, config, directory, kind="")
         self._tiers = Tiers(
             self._weights.grid,
             memory_tiers(config.device_bytes, config.host_bytes, config.pin_memory),

@@ -11,20 +11,42 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
+import torch
+
+from megatron_async.snapshots.bits import check_tensors, signature
+from megatron_async.snapshots.directory import Directory
 from megatron_async.snapshots.errors import SnapshotBusyError, SnapshotError
 from megatron_async.snapshots.history import Journey, TravelReport
 from megatron_async.snapshots.settings import SnapshotConfig
+from megatron_async.snapshots.walker import Weights
 
 
 class Traveller(ABC):
-    """What `SnapshotStore` and `FullCopyStore` share. version: the one whose bits the live weights hold."""
+    """What `SnapshotStore` and `FullCopyStore` share: the weights, the directory, turns and journeys.
 
-    def __init__(self, version: int, config: SnapshotConfig) -> None:
+    tensors, version, config, directory: as for the stores. kind: what the directory holds, a part of its signature.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        config: SnapshotConfig,
+        directory: Path | str | None,
+        kind: str,
+    ) -> None:
+        check_tensors(tensors)
         self.config = config
+        self._weights = Weights(tensors, task_words=config.task_words, threads=config.threads)
+        self._directory: Directory | None = None
+        if directory is not None:
+            text = kind + signature(self._weights.specs, self._weights.task_words)
+            self._directory = Directory(Path(directory), text, config.disk_bytes)
         self._live = version
         self._away = False
         self._lock = threading.RLock()

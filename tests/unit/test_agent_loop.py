@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_async.rollout import blocking
-from megatron_async.rollout.agent_loop import EpisodeLimits, EpisodeProgress, run_episode
+from megatron_async.rollout.agent_loop import EpisodeProgress, run_episode
 from megatron_async.rollout.environments.base import EnvironmentFailure, Step
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from sglang_bridge import EngineError, EngineTimeout, EngineUnreachable
 from tests.unit.scripted_rollout import (

@@ -15,8 +15,9 @@ from megatron_async.bank import Bank
 from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config import ConfigError, check, load
 from megatron_async.config.schema import PublishConfig
-from megatron_async.rollout.agent_loop import EpisodeLimits, run_episode
+from megatron_async.rollout.agent_loop import run_episode
 from megatron_async.rollout.engines import with_engines
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.roster import DRAINING, SERVING, Engine, failed_key, read_roster, write_roster
 from megatron_async.training import engine_group
 from megatron_async.training.engine_group import EngineGroup

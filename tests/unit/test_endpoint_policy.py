@@ -14,7 +14,6 @@ from megatron_async import cli
 from megatron_async.errors import UserError
 from megatron_async.evaluate import EvaluatedPolicy
 from megatron_async.rollout import chat_endpoint
-from megatron_async.rollout.agent_loop import EpisodeLimits
 from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_player
 from megatron_async.rollout.environments.base import (
@@ -25,6 +24,7 @@ from megatron_async.rollout.environments.base import (
     Step,
     Task,
 )
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from sglang_bridge.event_loop import BackgroundLoop
 from tests.unit.chat_endpoint import ChatServer, call, text

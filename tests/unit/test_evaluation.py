@@ -14,8 +14,8 @@ import pytest
 
 from megatron_async.errors import UserError
 from megatron_async.rollout import evaluation
-from megatron_async.rollout.agent_loop import EpisodeLimits
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.estimators import pass_at_k, pass_hat_k, standard_error
 from megatron_async.rollout.evaluation import engine_player, evaluate
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_async.config.schema import EngineConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_async.errors import UserError
-from megatron_async.rollout.agent_loop import EpisodeLimits, EpisodeProgress
+from megatron_async.rollout.agent_loop import EpisodeProgress
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
 from megatron_async.rollout.engines import EngineVersions, build_pool, engine_urls, moe_layers
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import evaluation_sampling, training_sampling, turn_options
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan

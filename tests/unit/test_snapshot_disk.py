@@ -36,15 +36,17 @@ def small_tensors() -> dict[str, torch.Tensor]:
     return {"layer.0": values.to(torch.bfloat16), "layer.1": values[:90].clone()}
 
 
-def written(folder: Path, last: int = 4, **options: Any) -> tuple[dict[str, torch.Tensor], dict[int, Bits]]:
+def written(
+    folder: Path, last: int = 4, kind: type[SnapshotStore | FullCopyStore] = SnapshotStore, **options: Any
+) -> tuple[dict[str, torch.Tensor], dict[int, Bits]]:
     """A closed store with versions 0 to `last`, live tensors at the last."""
     tensors = small_tensors()
     config = SnapshotConfig(**({"host_bytes": 0, "keep_last": 100} | options))
     history = {0: bits(tensors)}
-    with SnapshotStore(tensors, version=0, config=config, directory=folder) as store:
+    with kind(tensors, version=0, config=config, directory=folder) as store:
         for version in range(1, last + 1):
             toggle(tensors, 0.05, version)
-            store.capture(version)
+            assert store.capture(version).tier == ("host" if config.host_bytes else "disk")
             history[version] = bits(tensors)
     return tensors, history
 
@@ -325,16 +327,8 @@ def test_forgetting_a_damaged_version_lets_the_rest_live(tmp_path: Path) -> None
 
 
 def full_copies(folder: Path, last: int = 3, **options: Any) -> tuple[dict[str, torch.Tensor], dict[int, Bits]]:
-    """A closed store of full copies, of which memory holds one, with versions 0 to `last`."""
-    tensors = small_tensors()
-    config = SnapshotConfig(**({"host_bytes": 9_000, "keep_last": 100} | options))
-    history = {0: bits(tensors)}
-    with FullCopyStore(tensors, version=0, config=config, directory=folder) as store:
-        for version in range(1, last + 1):
-            toggle(tensors, 0.5, version)
-            assert store.capture(version).tier == "host"
-            history[version] = bits(tensors)
-    return tensors, history
+    """As `written`, with full copies, of which memory holds one."""
+    return written(folder, last, FullCopyStore, **({"host_bytes": 9_000} | options))
 
 
 def test_full_copies_survive_and_numbering_goes_on(tmp_path: Path) -> None:

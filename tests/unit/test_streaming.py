@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_async.bank import Bank, State
-from megatron_async.rollout.agent_loop import EpisodeLimits, EpisodeProgress, ReplayDiverged, run_episode
+from megatron_async.rollout.agent_loop import EpisodeProgress, ReplayDiverged, run_episode
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Step, Task
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.streaming import Streamed
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from sglang_bridge import Chunk, EngineError, EnginePool, EngineUnreachable, Generation, SamplingOptions, Span

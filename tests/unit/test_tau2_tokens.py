@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async.rollout.agent_loop import EpisodeLimits, run_episode
+from megatron_async.rollout.agent_loop import run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments.base import Message, ToolCall
 from megatron_async.rollout.environments.desk_tokenizer import build_tokenizer
 from megatron_async.rollout.environments.tau2.episode import Said
+from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.trajectory import SamplingParams, Trajectory
 from sglang_bridge import Generation, Span
 from tests.unit.tau2_support import altered, requires_tau2, sample_ids
