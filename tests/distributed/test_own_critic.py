@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +29,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_model("moe").save_pretrained(path)
     return path
+
+
+@contextmanager
+def under_way(job: Job, has_come: Callable[[], Any]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Trainer and critic, once what is waited for is there; ended with the block."""
+    processes = job.start()
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not has_come():
+            assert processes[0].poll() is None and time.monotonic() < deadline, job.log("trainer")[-3000:]
+            time.sleep(0.005)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def metrics(job: Job) -> list[dict[str, float]]:
@@ -106,18 +126,9 @@ def test_a_critic_that_is_killed_ends_the_trainer_and_both_go_on_from_the_checkp
     whole = make_job(tmp_path / "whole", model, 12)
     whole.run()
     job = make_job(tmp_path / "killed", model, 12, own={})
-    trainer, critic = job.start()
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not list_generations(job.folder / "checkpoints"):
-            assert trainer.poll() is None and time.monotonic() < deadline, job.log("trainer")[-3000:]
-            time.sleep(0.005)
+    with under_way(job, lambda: list_generations(job.folder / "checkpoints")) as (trainer, critic):
         critic.kill()
         assert trainer.wait(timeout=DEADLINE_S) != 0
-    finally:
-        for process in (trainer, critic):
-            process.kill()
-            process.wait()
     assert "the critic's ranks are gone" in job.log("trainer")
     assert "look at logs/critic.log" in job.log("trainer")
     job.run()
@@ -126,18 +137,9 @@ def test_a_critic_that_is_killed_ends_the_trainer_and_both_go_on_from_the_checkp
 
 def test_a_trainer_that_is_killed_ends_the_critic_without_blame(model: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", model, 12, own={})
-    trainer, critic = job.start()
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not read_rows(job.folder / "metrics.jsonl"):
-            assert trainer.poll() is None and time.monotonic() < deadline, job.log("trainer")[-3000:]
-            time.sleep(0.005)
+    with under_way(job, lambda: read_rows(job.folder / "metrics.jsonl")) as (trainer, critic):
         trainer.kill()
         assert critic.wait(timeout=DEADLINE_S) == 0
-    finally:
-        for process in (trainer, critic):
-            process.kill()
-            process.wait()
     assert "the trainer is gone" in job.log("critic")
 
 
