@@ -61,7 +61,8 @@ class Lineage:
             if not (near[version] or version in self._unsampled):
                 break
             oldest = version
-        return oldest if oldest > 0 else current - gap
+        # A young run bounds nothing; below 0 lie only the tokens that no version sampled.
+        return oldest if oldest > 0 else min(0, current - gap)
 
     def gaps(self, current: int, versions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Updates that lie between tokens' versions and the current one, int64, of the shape of `versions`.

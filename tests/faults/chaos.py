@@ -30,7 +30,7 @@ from tools.benchmark_rows import FOLDER, ROOT, Row, write_rows
 
 COMMON = ("rank", "rank", "torchrun", "rollout", "rollout", "engine", "launcher", "pause")
 WITHOUT_RANKS = ("stand_in", "stand_in", "rollout", "rollout", "engine", "engine", "launcher", "pause")
-LIVE = ("rank", "rank", "torchrun", "rollout", "rollout", "launcher", "pause")
+LIVE = ("rank", "rank", "torchrun", "rollout", "rollout", "server", "launcher", "pause")
 KINDS = {
     "rank": "a trainer rank killed",
     "torchrun": "torchrun killed",
@@ -45,7 +45,8 @@ KINDS = {
 }
 COMMAND = "python -m tests.faults.chaos --out runs/chaos --kills 200 --write"
 HEADS = (
-    "run", "flavour", "faults", "steps", "finished", "lost", "doubled", "hangs", "orphans", "largest gap", "bound",
+    "run", "flavour", "trainer", "faults", "steps", "updates", "finished",
+    "lost", "doubled", "hangs", "orphans", "largest gap", "bound",
     "episodes continued", "begun anew", "median recovery (s)",
 )  # fmt: skip
 
@@ -59,8 +60,7 @@ def main() -> int:
     while sum(row["kills"] for row in read(rows)) < args.kills:
         number = len(read(rows))
         flavour = args.flavours[number % len(args.flavours)]
-        name = f"{flavour}, stand-in" if args.stand_in else flavour
-        row = {"run": number, "flavour": name, **play(args, model, flavour, number)}
+        row = {"run": number, "flavour": flavour, **play(args, model, flavour, number)}
         with RowWriter(rows) as writer:
             writer.append(row)
         print(json.dumps({k: v for k, v in row.items() if k != "recovery_s"}), flush=True)
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200, help="faults in all, those of earlier calls included")
     parser.add_argument("--kills-per-run", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="of a run")
-    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of the trainer, in turns")
     parser.add_argument("--model", type=Path, help="checkpoint to start from; default: a tiny one is made")
     flavours = ("sqlite", "postgresql", "sglang")
     parser.add_argument("--flavours", nargs="+", choices=flavours, default=list(flavours[:2]))
@@ -105,7 +105,8 @@ def play(args: argparse.Namespace, model: Path, flavour: str, number: int) -> di
     with contextlib.ExitStack() as stack:
         disk = stack.enter_context(small_disk(folder)) if flavour == "sqlite" else None
         database = stack.enter_context(server()) if flavour == "postgresql" else None
-        changes: dict[str, Any] = {"steps": args.steps, "layout": {"world_size": args.ranks}}
+        ranks = args.ranks[number // len(args.flavours) % len(args.ranks)]
+        changes: dict[str, Any] = {"steps": args.steps, "layout": {"world_size": ranks}}
         if database is not None:
             changes["bank"] = {"url": database.new_database()}
         if flavour == "sglang":
@@ -122,7 +123,8 @@ def play(args: argparse.Namespace, model: Path, flavour: str, number: int) -> di
             kinds=(*kinds, *extra), argv=launch if live else scripted(args.stand_in),
             hits=args.kills_per_run, seed=1000 + number,
         )  # fmt: skip
-        row = Run(config, plan, disk=disk, database=database).play().row()
+        row = {"trainer": "stand-in" if args.stand_in else f"{ranks} ranks" if ranks > 1 else "1 rank"}
+        row |= Run(config, plan, disk=disk, database=database).play().row()
         good = not any(row[key] for key in ("lost", "doubled", "hangs", "orphans", "problems"))
         if not good:
             shutil.copytree(folder, args.out / f"kept_{number}", dirs_exist_ok=True, ignore_dangling_symlinks=True)
@@ -163,11 +165,14 @@ def write(rows: list[dict[str, Any]]) -> None:
     kinds: Counter[str] = Counter()
     for row in rows:
         kinds.update(row["by_kind"])
-    runs, steps = len(rows), sum(row["steps"] for row in rows)
+    def tally(key: str) -> str:
+        return ", ".join(f"{count} {value}" for value, count in Counter(row[key] for row in rows).most_common())
+
     conditions = (
-        f"{runs} runs ({', '.join(f'{n} {f}' for f, n in Counter(row['flavour'] for row in rows).items())}), {steps} "
-        f"steps, {sum(row['finished'] for row in rows)} finished trajectories; desk episodes on scripted engines, real "
-        f"trainer ranks except where a stand-in keeps the trainer's side of bank and engines; "
+        f"{len(rows)} runs by bank or engine ({tally('flavour')}) and by trainer ({tally('trainer')}), "
+        f"{sum(row['steps'] for row in rows)} steps, {sum(row['updates'] for row in rows)} policy updates, "
+        f"{sum(row['finished'] for row in rows)} finished trajectories; desk episodes; a live SGLang server in runs "
+        f"called sglang, scripted engines in the others; "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
     )
     gap = max(row["max_gap"] - row["bound"] for row in rows)
@@ -195,9 +200,9 @@ def table(rows: list[dict[str, Any]], kinds: Counter[str]) -> str:
     for row in rows:
         recovery = sorted(row["recovery_s"])[len(row["recovery_s"]) // 2] if row["recovery_s"] else "–"
         cells = [
-            row["run"], row["flavour"], row["kills"], row["steps"], row["finished"], len(row["lost"]),
-            len(row["doubled"]), row["hangs"], len(row["orphans"]), row["max_gap"], row["bound"], row["continued"],
-            row["restarted"], recovery,
+            row["run"], row["flavour"], row["trainer"], row["kills"], row["steps"], row["updates"], row["finished"],
+            len(row["lost"]), len(row["doubled"]), row["hangs"], len(row["orphans"]), row["max_gap"], row["bound"],
+            row["continued"], row["restarted"], recovery,
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     notes = (

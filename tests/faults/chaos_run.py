@@ -27,6 +27,7 @@ from megatron_async.bank import Bank
 from megatron_async.config import load
 from megatron_async.observe import read_metrics
 from megatron_async.supervise import log_tail
+from tests.faults import marked_desk
 from tests.faults.chaos_watch import Findings, Watch, steps_are_whole
 from tests.postgresql_server import PostgreSQLServer
 from tools.benchmark_rows import ROOT
@@ -36,6 +37,8 @@ MARK = "MEGATRON_ASYNC_CHAOS"
 
 _LAST_BREATH_S = 15.0
 _LAUNCHES_IN_VAIN = 3
+_FEWEST_UPDATES = 0.8
+"""Share of steps that must have updated the policy: a step whose rewards are all alike makes no version."""
 _AT_ONCE = 0.3
 """Share of hits that fall while the run still recovers from the one before."""
 
@@ -67,7 +70,8 @@ class Plan:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a run's fire did. hits: by kind. problems: whatever else is wrong at the end."""
+    """What a run's fire did. hits: by kind. updates: policy updates that the last lineage holds. problems:
+    whatever else is wrong at the end."""
 
     hits: Counter[str]
     findings: Findings
@@ -75,6 +79,7 @@ class Verdict:
     hangs: int = 0
     orphans: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    updates: int = 0
     max_gap: int = 0
     bound: int = 0
     seconds: float = 0.0
@@ -85,7 +90,8 @@ class Verdict:
         found = self.findings
         return {
             "kills": sum(self.hits.values()), "by_kind": dict(sorted(self.hits.items())), "steps": self.steps,
-            "finished": found.finished, "trained": found.trained, "lost": found.lost, "doubled": found.doubled,
+            "updates": self.updates, "finished": found.finished, "trained": found.trained,
+            "lost": found.lost, "doubled": found.doubled,
             "hangs": self.hangs, "orphans": self.orphans, "problems": self.problems, "max_gap": self.max_gap,
             "bound": self.bound, "stale": found.stale, "filtered": found.filtered, "continued": found.continued,
             "restarted": found.restarted, "seconds": round(self.seconds, 1),
@@ -287,6 +293,9 @@ class Run:
             if not verdict.hangs and not steps_are_whole(bank, config.steps, config.batch.trajectories):
                 verdict.problems.append(f"steps: {[(s.step, s.state, s.trajectories) for s in bank.steps()]}")
             gaps = [step.metrics.get("version_gap/max", 0) for step in bank.steps()]
+            verdict.updates = sum(step.version_after != step.version_before for step in bank.steps())
+        if verdict.updates < _FEWEST_UPDATES * config.steps:
+            verdict.problems.append(f"{verdict.updates} of {config.steps} steps updated the policy")
         rows = read_metrics(config.run_path)
         verdict.max_gap = int(max([*gaps, *(row.get("version_gap/max", 0) for row in rows)], default=0))
         if verdict.max_gap > verdict.bound:
@@ -304,6 +313,7 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
         "model": {"path": str(model), "dtype": "float32"},
         "trainer": {"deadline_s": 120, "max_restarts": 1000, "micro_batch_tokens": 2048},
         "optimizer": {"lr": 1e-4},
+        "environment": {"name": marked_desk.NAME},
         "batch": {"groups": 2, "group_size": 2},
         # What scripted engines report are no policy's log-probs: nothing is masked for it, nothing dropped.
         "objective": {"mask_low": 0.0, "mask_high": float("inf")},
