@@ -46,7 +46,7 @@ KINDS = {
 COMMAND = "python -m tests.faults.chaos --out runs/chaos --kills 200 --write"
 HEADS = (
     "run", "flavour", "trainer", "faults", "steps", "updates", "finished",
-    "lost", "doubled", "hangs", "orphans", "largest gap", "bound",
+    "stale", "lost", "doubled", "hangs", "orphans", "largest gap", "bound",
     "episodes continued", "begun anew", "median recovery (s)",
 )  # fmt: skip
 
@@ -201,13 +201,15 @@ def table(rows: list[dict[str, Any]], kinds: Counter[str]) -> str:
         recovery = sorted(row["recovery_s"])[len(row["recovery_s"]) // 2] if row["recovery_s"] else "–"
         cells = [
             row["run"], row["flavour"], row["trainer"], row["kills"], row["steps"], row["updates"], row["finished"],
-            len(row["lost"]), len(row["doubled"]), row["hangs"], len(row["orphans"]), row["max_gap"], row["bound"],
-            row["continued"], row["restarted"], recovery,
+            row["stale"], len(row["lost"]), len(row["doubled"]), row["hangs"], len(row["orphans"]), row["max_gap"],
+            row["bound"], row["continued"], row["restarted"], recovery,
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     notes = (
         "Every finished trajectory that was ever seen is looked for, and read, at the end of its run; a trajectory is "
-        "doubled when it was seen in two committed steps. Recovery: from a fault to the next trained step."
+        "doubled when it was seen in two committed steps. Stale: had finished, and was set aside by the staleness "
+        "bound (an episode that a fault held up while others overtook it). Recovery: from a fault to the next trained "
+        "step."
     )
     return "\n".join(["", notes, *lines]) + "\n"
 

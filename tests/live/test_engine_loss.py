@@ -1,4 +1,4 @@
-"""One of two engines is killed during a run: the run finishes, nothing is lost, the engine is back with its weights."""
+"""One of two engines is killed during a run, then the router: both come back, the run finishes, nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_async.bank.requests import PUBLISHED
 from megatron_async.observe import read_evaluations, read_metrics
 from megatron_async.observe.status import read_status
 from megatron_async.roster import Engine, read_roster
+from sglang_bridge.router import RouterControl
 from tests.live.test_main_job import checkpoint, processes_of, start, write_config  # noqa: F401  (a fixture)
 from tests.live.under_way import with_client
 
@@ -43,6 +44,27 @@ def kill(engine: Engine) -> None:
             process.send_signal(signal.SIGKILL)
             return
     raise AssertionError(f"no server listens on {engine.url}")
+
+
+def router_of(job: subprocess.Popen[str]) -> psutil.Process | None:
+    for process in psutil.Process(job.pid).children(recursive=True):
+        if "sglang_router.launch_router" in process.cmdline():
+            return process
+    return None
+
+
+def check_a_killed_router_comes_back(job: subprocess.Popen[str], workers: set[str], go: Path) -> None:
+    """The real one, just when episodes are let go; it is given its engines again."""
+    old = router_of(job)
+    assert old is not None
+    words = old.cmdline()
+    control = RouterControl(f"http://127.0.0.1:{words[words.index('--port') + 1]}")
+    assert set(control.workers()) == workers
+    go.write_text("")
+    time.sleep(0.5)
+    old.kill()
+    wait_until(lambda: (new := router_of(job)) is not None and new.pid != old.pid, job, "a new router")
+    wait_until(lambda: control.answers() and set(control.workers()) == workers, job, "the router has its engines again")
 
 
 @pytest.mark.parametrize("router", [False, True], ids=["direct", "router"])
@@ -72,6 +94,8 @@ def test_a_killed_engine_comes_back_with_the_published_version(
             published = int(bank.get_state(PUBLISHED) or 0)
         assert published >= 2
         assert with_client(back.url, lambda client: client.version()) >= published
+        if router:
+            check_a_killed_router_comes_back(job, {engine.url for engine in read_roster(run)}, go)
         go.write_text("")
         output, _ = job.communicate(timeout=900)
     finally:
