@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from megatron_async.bank import Bank
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, read_evaluations, read_metrics
 from megatron_async.observe import metrics as names
+from tools.sweep_recovery import PHASE
 
 TOKEN_MEANS = {
     "active": "objective/active",
@@ -32,10 +32,6 @@ STEP_MEANS = {
 }
 """Measure -> metric whose mean over the steps it is."""
 
-PHASE = "environment/phase"
-RECOVERY_WINDOW, RECOVERED = 5, 0.9
-"""A reward that has shifted is recovered when its mean over so many steps is this share of what it was before."""
-
 COUNTED_STATES = ("trained", "stale", "filtered", "failed")
 
 
@@ -55,13 +51,13 @@ def measure(run_path: Path) -> dict[str, Any]:
         "success_after": after["success_rate"],
         "success_stderr": [before["stderr"], after["stderr"]],
         "steps": len(rows),
+        "action_tokens": sum(row["batch/action_tokens"] for row in rows),
         "skipped_steps": sum("skipped" in row for row in rows),
         "version_gap_max": max(
             (row["version_gap/max"] for row in rows if "version_gap/max" in row), default=0
         ),
         **{name: token_mean(rows, metric) for name, metric in TOKEN_MEANS.items()},
         **{name: _mean(row.get(metric) for row in rows) for name, metric in STEP_MEANS.items()},
-        "recovery_steps": recovery_steps(rows),
         "trajectories": _states(run_path),
         "curve": _curves(rows),
     }
@@ -76,25 +72,6 @@ def token_mean(rows: Sequence[dict[str, Any]], metric: str) -> float | None:
     ]
     total = sum(tokens for _, tokens in pairs)
     return sum(value * tokens for value, tokens in pairs) / total if total else None
-
-
-def recovery_steps(rows: Sequence[dict[str, Any]]) -> list[int | None]:
-    """For each switch of the environment's phase: steps until the reward was recovered, None where it never was.
-
-    A switch is the first step whose batch is mostly of the next phase; recovery ends at the next switch.
-    """
-    phases = [row.get(PHASE, 0.0) for row in rows]
-    rewards = [row[names.REWARD] for row in rows]
-    last = round(max(phases, default=0.0))
-    starts = [next(i for i, phase in enumerate(phases) if phase >= k - 0.5) for k in range(1, last + 1)]
-    found: list[int | None] = []
-    for start, end in itertools.pairwise([*starts, len(rows)]):
-        before = rewards[max(0, start - RECOVERY_WINDOW) : start]
-        wanted = RECOVERED * sum(before) / len(before) if before else 0.0
-        windows = ((i, rewards[i - RECOVERY_WINDOW : i]) for i in range(start + RECOVERY_WINDOW, end + 1))
-        reached = (i - start for i, held in windows if sum(held) / RECOVERY_WINDOW >= wanted)
-        found.append(next(reached, None))
-    return found
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from tools.benchmark_rows import FOLDER, Row, write_rows
 from tools.sweep_plan import Run, Sweep
+from tools.sweep_recovery import recoveries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,7 @@ _COLUMNS = {
     "clipped": ("clipped", 1.0, 3),
     "ESS": ("ess", 1.0, 3),
     "explained variance": ("explained_variance", 1.0, 2),
+    "action tokens, k": ("action_tokens", 1e-3, 1),
     "s/step": ("step_seconds", 1.0, 2),
     "waiting, %": ("waiting", 100.0, 0),
     "run, s": ("seconds", 1.0, 0),
@@ -57,7 +59,7 @@ def grouped(rows: Rows) -> dict[tuple[str, ...], Rows]:
 
 def value_of(row: Mapping[str, Any], name: str) -> float | None:
     """A measure of a row; `clipped` is both ends, `stale` the trajectories thrown away as too old, `waiting` the share
-    of the trainer's time in which it had no batch, `recovery_<i>` the steps to recover from switch i (from 0 on)."""
+    of the trainer's time in which it had no batch."""
     if name == "clipped":
         ends = [row["clipped_high"], row["clipped_low"]]
         return None if None in ends else sum(ends)
@@ -65,22 +67,16 @@ def value_of(row: Mapping[str, Any], name: str) -> float | None:
         return float(row["trajectories"]["stale"])
     if name == "waiting":
         return float(row["wait_seconds"]) / float(row["step_seconds"])
-    if name.startswith("recovery_"):
-        place = int(name.removeprefix("recovery_"))
-        found: list[int | None] = row["recovery_steps"]
-        return found[place] if place < len(found) else None
-    value: float | None = row[name]
+    value: float | None = row.get(name)
     return value
 
 
 def columns_of(rows: Rows) -> dict[str, tuple[str, float, int]]:
-    """The columns that some run has a value for, and one for each switch of the environment."""
-    switches = max((len(row["recovery_steps"]) for row in rows), default=0)
-    recovery = {f"steps to recover, switch {i + 1}": (f"recovery_{i}", 1.0, 1) for i in range(switches)}
+    """The columns that some run has a value for."""
     return {
         heading: column
-        for heading, column in (_COLUMNS | recovery).items()
-        if any(value_of(row, column[0]) is not None for row in rows) or heading in recovery
+        for heading, column in _COLUMNS.items()
+        if any(value_of(row, column[0]) is not None for row in rows)
     }
 
 
@@ -95,12 +91,13 @@ def mean_and_spread(values: Sequence[float | None]) -> tuple[float, float, int] 
 def table(rows: Rows) -> str:
     """Markdown: a row for each configuration, mean ± spread over its seeds."""
     axes, columns = list(rows[0]["values"]), columns_of(rows)
-    lines = [
-        "| " + " | ".join([*axes, "seeds", *columns, "stale"]) + " |",
-        "|" + "---|" * (len(axes) + len(columns) + 2),
-    ]
+    recovered = {id(row): found for row, found in zip(rows, recoveries(rows), strict=True)}
+    switches = range(max(map(len, recovered.values())))
+    heads = [*axes, "seeds", *columns, *(f"steps to recover, switch {i + 1}" for i in switches), "stale"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for values, members in grouped(rows).items():
         cells = [_cell(members, *column) for column in columns.values()]
+        cells += [_recovery_cell([recovered[id(row)] for row in members], i) for i in switches]
         stale = sum(int(row["trajectories"]["stale"]) for row in members)
         lines.append("| " + " | ".join([*values, str(len(members)), *cells, str(stale)]) + " |")
     return "\n".join(lines)
@@ -113,6 +110,16 @@ def _cell(members: Rows, name: str, scale: float, digits: int) -> str:
     mean, spread, count = found
     text = f"{scale * mean:.{digits}f}" + (f" ± {scale * spread:.{digits}f}" if count > 1 else "")
     return text if count == len(members) else f"{text} ({count} of {len(members)})"
+
+
+def _recovery_cell(members: Sequence[Sequence[tuple[int, bool]]], switch: int) -> str:
+    found = [row[switch] for row in members if switch < len(row)]
+    if not found:
+        return "–"
+    mean, spread, count = mean_and_spread([float(steps) for steps, _ in found]) or (0.0, 0.0, 0)
+    text = f"{mean:.1f}" + (f" ± {spread:.1f}" if count > 1 else "")
+    came = sum(reached for _, reached in found)
+    return text if came == len(found) else f"≥ {text} ({came} of {len(found)} recovered)"
 
 
 def write(sweep: Sweep, rows: Rows, folder: Path, *, publish: bool) -> str:
@@ -134,7 +141,9 @@ def _heading(sweep: Sweep, rows: Rows) -> str:
         f"Sweep `{sweep.name}`: {len(rows)} finished runs of {' or '.join(map(str, steps))} steps on seeds "
         f"{', '.join(map(str, seeds))}; mean ± sample standard deviation over seeds. ρ, masked, clipped, ESS and gap "
         "are over all trained action tokens; success is on held-out tasks. Waiting: share of the trainer's time "
-        "without a batch. Stale: trajectories thrown away as too old."
+        "without a batch. Stale: trajectories thrown away as too old. Steps to recover: from a switch to the first "
+        "five steps whose mean reward is 90 % of what the runs of the seed held at best before the first switch, on "
+        "average; a run that never came there counts with the whole phase."
     )
 
 

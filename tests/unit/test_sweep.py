@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from megatron_async.errors import UserError
 from megatron_async.observe import MetricsWriter, append_evaluation
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from tools import sweep, sweep_report
-from tools.sweep_measures import recovery_steps, token_mean
+from tools.sweep_measures import token_mean
 from tools.sweep_plan import plan, read_sweep
+from tools.sweep_recovery import bar, recoveries
 
 BASE = """
 steps: 4
@@ -83,7 +85,8 @@ def write_run(path: Path, config: RunConfig) -> None:
         for step in range(config.steps):
             tokens = 100 * (step + 1)
             metrics.log(step, {
-                "reward/mean": 0.1 * step + config.seed, "batch/trained_action_tokens": tokens, "seconds/step": 2.0,
+                "reward/mean": 0.1 * step + config.seed, "batch/action_tokens": 12,
+                "batch/trained_action_tokens": tokens, "seconds/step": 2.0,
                 "objective/active": 1.0 / (step + 1), "objective/clipped_high": 0.25, "objective/clipped_low": 0.5,
                 "version_gap/mean": 1.0, "version_gap/max": 2, "seconds/wait_batch": 1.0,
             })  # fmt: skip
@@ -231,9 +234,9 @@ def test_rows_hold_the_measures(file: Path, job: FakeJob) -> None:
 
 def test_token_mean_leaves_out_steps_without_the_metric() -> None:
     steps = [
-        {"a": 1.0, "batch/trained_action_tokens": 10},
-        {"batch/trained_action_tokens": 0},
-        {"a": 0.0, "batch/trained_action_tokens": 30},
+        {"a": 1.0, "batch/action_tokens": 12, "batch/trained_action_tokens": 10},
+        {"batch/action_tokens": 12, "batch/trained_action_tokens": 0},
+        {"a": 0.0, "batch/action_tokens": 12, "batch/trained_action_tokens": 30},
     ]
     assert token_mean(steps, "a") == pytest.approx(0.25)
     assert token_mean(steps, "b") is None
@@ -269,13 +272,24 @@ def test_the_sweeps_of_the_repository_are_valid(monkeypatch: pytest.MonkeyPatch,
         assert len({r.identity for r in plan(read_sweep(path), tmp_path)}) >= 9
 
 
+def run_with_switches(rewards: list[float], phases: list[float], seed: int = 0) -> dict[str, Any]:
+    return {"seed": seed, "curve": {"reward/mean": rewards, "environment/phase": phases}}
+
+
 def test_recovery_counts_steps_from_each_switch() -> None:
     rewards = [0.8] * 6 + [0.2] * 3 + [0.8] * 7 + [0.1] * 8
     phases = [0.0] * 5 + [0.4] + [0.6] + [1.0] * 9 + [2.0] * 8
-    rows = [
-        {"reward/mean": reward, "environment/phase": phase}
-        for reward, phase in zip(rewards, phases, strict=True)
-    ]
-    # The second phase has its majority at step 6 and five good steps behind it at step 14; the third is never learned.
-    assert recovery_steps(rows) == [8, None]
-    assert recovery_steps([{"reward/mean": 0.5}] * 4) == []
+    # The second phase has its majority at step 6 and five good steps from step 9 on; the third is never learned.
+    assert recoveries([run_with_switches(rewards, phases)]) == [[(3, True), (8, False)]]
+    assert recoveries([{"seed": 0, "curve": {"reward/mean": [0.5] * 4}}]) == [[]]
+
+
+def test_runs_of_a_seed_are_held_against_one_bar() -> None:
+    phases = [0.0] * 6 + [1.0] * 6 + [2.0] * 6
+    good = run_with_switches([0.8] * 6 + [0.1] * 6 + [0.8] * 6, phases)
+    poor = run_with_switches([0.4] * 6 + [0.1] * 12, phases)
+    assert bar([good, poor]) == pytest.approx(0.9 * 0.6)
+    # What never recovered from the first switch has not recovered from the second because it is as bad as before it.
+    assert recoveries([good, poor]) == [[(6, False), (0, True)], [(6, False), (6, False)]]
+    other_seed = run_with_switches([0.4] * 18, phases, seed=1)
+    assert recoveries([good, other_seed])[1] == [(0, True), (0, True)]
