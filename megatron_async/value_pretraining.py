@@ -2,7 +2,7 @@
 
 Runs under torchrun (`megatron-async pretrain-critic`). A critic that starts at 0 gives advantages that are rewards, and
 in the first steps teaches the policy that everything is good; one that knows the warm-started policy does not. Every
-rank reads the same banks and draws the same batches; a tenth of the trajectories is held out.
+rank reads the same banks and draws the same batches; the trajectories of a tenth of the prompts are held out.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from megatron_async.trajectory import Trajectory
 
 MOST_TRAJECTORIES = 100_000
 HELD_OUT_SHARE = 10
-"""One trajectory in so many is held out."""
+"""One prompt in so many is held out."""
 
 
 def main(config: RunConfig) -> int:
     """`steps` batches of value updates, then the critic as a checkpoint in the run's folder; returns the exit code."""
     trajectories = recorded_trajectories(config)
-    held_out, learned = trajectories[::HELD_OUT_SHARE], _learned(trajectories)
+    held_out, learned = split(trajectories)
     if not learned:
         raise UserError(
             f"critic.pretrain_runs: {len(trajectories)} recorded trajectories are too few to learn from"
@@ -91,8 +91,15 @@ def recorded_trajectories(config: RunConfig) -> list[Trajectory]:
     return found
 
 
-def _learned(trajectories: list[Trajectory]) -> list[Trajectory]:
-    return [trajectory for i, trajectory in enumerate(trajectories) if i % HELD_OUT_SHARE]
+def split(trajectories: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Held out and learned, without a prompt in common: the other members of a group tell what a prompt is worth."""
+    number: dict[str, int] = {}
+    held_out: list[Trajectory] = []
+    learned: list[Trajectory] = []
+    for trajectory in trajectories:
+        place = number.setdefault(trajectory.prompt_id, len(number))
+        (learned if place % HELD_OUT_SHARE else held_out).append(trajectory)
+    return held_out, learned
 
 
 def _batches(trajectories: list[Trajectory], size: int, seed: int) -> Iterator[list[Trajectory]]:

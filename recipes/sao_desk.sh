@@ -34,15 +34,15 @@ common=(--set "model.path=$warm/checkpoint" --set "seed=$seed")
 critic=()
 if ((pretrain_steps > 0)) && ! grep -qE 'advantage: *\{name: (grpo|running_mean|latest_mean)' "$config"; then
   recorded="${prefix}_recorded"
-  if [[ ! -f "$recorded/critic/config.json" ]]; then
-    # Critic-only steps: the policy stays what it is, so these are its own trajectories.
+  values="${recorded}_values"
+  if [[ ! -f "$values/critic/config.json" ]]; then
+    # All steps but the last train the critic alone: these are the warm-started policy's own trajectories.
     run launch --fresh --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$recorded")" \
       --set steps=11 --set critic.warmup_steps=10 --set evaluation.tasks=1
-    run pretrain-critic --fresh --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$recorded")_values" \
+    run pretrain-critic --fresh --config recipes/configs/sao_desk.yaml "${common[@]}" --set "name=$(basename "$values")" \
       --set "steps=$pretrain_steps" --set "critic.pretrain_runs=[$recorded]"
-    mv "${recorded}_values/critic" "$recorded/critic"
   fi
-  critic=(--set "critic.path=$recorded/critic")
+  critic=(--set "critic.path=$values/critic")
 fi
 
 run launch --fresh --config "$config" "${common[@]}" "${critic[@]}" "$@"

@@ -57,3 +57,12 @@ def test_what_cannot_be_learned_from_is_said(checkpoint: Path, recorded: Path) -
     short = replace(config, rollout=replace(config.rollout, max_tokens=5))
     with pytest.raises(UserError, match="at most rollout.max_tokens = 5"):
         value_pretraining.main(short)
+
+
+def test_no_prompt_is_both_learned_and_held_out() -> None:
+    trajectories = make_trajectories(64, 0)
+    for number, trajectory in enumerate(trajectories):
+        trajectory.prompt_id = f"prompt {number // 4}"  # groups of four
+    held_out, learned = value_pretraining.split(trajectories)
+    assert {t.prompt_id for t in held_out}.isdisjoint(t.prompt_id for t in learned)
+    assert (len(held_out), len(learned)) == (8, 56)  # two of sixteen prompts
