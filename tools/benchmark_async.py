@@ -2,7 +2,8 @@
 
 Work: desk episodes in the order of their prompts, with tools that take their time (log-normal), on a scripted engine
 whose answers have a long tail of lengths (`tools.scripted_endpoint`): a length is a function of the prompt, so every
-mode does the same. Rollout, admission and bank are the product's; the trainer is this process, its update a wait.
+mode does the same. A mode that leaves its longest episodes unfinished at the end has done less: speeds are trained
+action tokens per second. Rollout, admission and bank are the product's; the trainer is this process, its update a wait.
 
 First the rollout alone, never held back, says how long generation takes at least; the update is then made --balance
 times as long as generation, per step. The bound is the slower of both sides alone. A mode's speed-up is measured
@@ -53,7 +54,7 @@ from megatron_async.roster import Engine, write_roster
 from megatron_async.supervise import Part, python_module, supervised
 from tools.benchmark_rows import FOLDER, Row, write_rows
 
-GROUPS, GROUP_SIZE, CONCURRENCY = 16, 4, 48
+BATCH, CONCURRENCY = BatchConfig(groups=16, group_size=4), 48
 MODES = {"synchronous": 0, "one step off": 1, "asynchronous": 4}
 ENGINE = {"base-ms": 5.0, "request-ms": 0.15, "median": 30, "sigma": 1.0, "longest": 400, "interval": 16}
 """Options of the scripted endpoint."""
@@ -84,14 +85,21 @@ def build(options: Mapping[str, Any], split: Split, seed: int) -> SlowTasks:
 
 @dataclass(slots=True)
 class Measured:
-    """seconds: from the first step's start of generation to the last step's end. engine, trainer: share of that time
-    they worked. samples: (seconds, engine's share) over time. updates: (begin, end) of each."""
+    """seconds: from the first step's start of generation to the last step's end. tokens: action tokens of the batches.
+    engine, trainer: share of that time they worked. samples: (seconds, engine's share) over time. updates: (begin, end)
+    of each."""
 
     seconds: float = 0.0
+    tokens: int = 0
     engine: float = 0.0
     trainer: float = 0.0
     samples: list[tuple[float, float]] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Action tokens per second."""
+        return self.tokens / self.seconds
 
 
 def main() -> int:
@@ -99,9 +107,9 @@ def main() -> int:
     alone = measure(args, "rollout alone", max_staleness=10 * args.steps, update_s=0.0)
     update_s = args.balance * alone.seconds / args.steps
     found = {mode: measure(args, mode, bound, update_s) for mode, bound in MODES.items()}
-    bound_s = max(alone.seconds, args.steps * update_s)
-    say(f"bound {bound_s:.1f} s: the slower of rollout {alone.seconds:.1f} s and updates {args.steps * update_s:.1f} s")
-    for row in (made := rows(found, alone, bound_s, update_s, args)):
+    bound = min(alone.rate, alone.tokens / (args.steps * update_s))
+    say(f"bound {bound:.0f} tokens/s: the slower of rollout and updates for {told(alone)}")
+    for row in (made := rows(found, alone, bound, update_s, args)):
         say(f"{row.figure}: {row.value}")
     draw(found, args.picture)
     say(f"timeline: {args.picture}")
@@ -127,12 +135,15 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def measure(args: argparse.Namespace, mode: str, max_staleness: int, update_s: float) -> Measured:
-    """One mode, in a folder of its own, which is kept when it fails."""
+def measure(
+    args: argparse.Namespace, mode: str, max_staleness: int, update_s: float,
+    batch: BatchConfig = BATCH,
+) -> Measured:  # fmt: skip
+    """One mode, in a folder of its own, which is kept when it fails. args: model, steps and deadline are read."""
     folder = Path(tempfile.mkdtemp(prefix="benchmark_async_"))
     say(f"{mode}: {args.steps} steps, updates of {update_s:.2f} s, at most {args.deadline:g} s in all")
     try:
-        measured = run(args, mode, configuration_of(args, folder, max_staleness), update_s)
+        measured = run(args, mode, configuration_of(args, folder, max_staleness, batch), update_s)
     except BaseException:
         say(f"{mode}: not done; bank, status and logs are in {folder}")
         raise
@@ -141,10 +152,10 @@ def measure(args: argparse.Namespace, mode: str, max_staleness: int, update_s: f
     return measured
 
 
-def configuration_of(args: argparse.Namespace, folder: Path, max_staleness: int) -> RunConfig:
+def configuration_of(args: argparse.Namespace, folder: Path, max_staleness: int, batch: BatchConfig) -> RunConfig:
     return RunConfig(
         name="run", run_dir=str(folder), model=ModelConfig(path=str(args.model)), steps=args.steps,
-        batch=BatchConfig(groups=GROUPS, group_size=GROUP_SIZE),
+        batch=batch,
         rollout=RolloutConfig(
             max_staleness=max_staleness, concurrency=CONCURRENCY, max_turns=4, max_new_tokens=400, max_tokens=4096,
             poll_s=2 * _POLL_S,
@@ -189,14 +200,14 @@ class Watch:
                 raise part.failure()
         if time.monotonic() < self._limit:
             return
-        status = read_status(self._config.run_path).get("rollout")
+        batch, status = self._config.batch, read_status(self._config.run_path).get("rollout")
         rollout = "has said nothing yet"
         if status is not None:
             rollout = f"is {status.phase}, waits for {status.waiting_for or '-'}"
         raise TimeoutError(
             f"{self._mode}: {step} of {self._config.steps} steps after {self._deadline_s:g} s (--deadline); "
-            f"{bank.peek_ready(GROUP_SIZE)} of {GROUPS} groups wait, trajectories {bank.counts()}; the rollout "
-            f"{rollout}. On a busy machine raise --deadline or lower --steps"
+            f"{bank.peek_ready(batch.group_size)} of {batch.groups} groups wait, trajectories {bank.counts()}; the "
+            f"rollout {rollout}. On a busy machine raise --deadline or lower --steps"
         )
 
 
@@ -211,10 +222,11 @@ def train(config: RunConfig, bank: Bank, url: str, update_s: float, watch: Watch
     sampler.start()
     for step in range(config.steps):
         oldest = version - config.rollout.max_staleness
-        while not bank.take_batch(step, GROUPS, GROUP_SIZE, oldest):
+        while not (batch := bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)):
             watch.check(bank, step)
             time.sleep(_POLL_S)
         started = time.monotonic()
+        measured.tokens += sum(trajectory.num_action_tokens for trajectory in batch)
         time.sleep(update_s)
         measured.updates.append((started - began, time.monotonic() - began))
         if update_s:  # alone, nothing is published: nothing holds the rollout back
@@ -261,28 +273,39 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, *, wait: boo
 
 
 def rows(
-    found: Mapping[str, Measured], alone: Measured, bound_s: float, update_s: float, args: argparse.Namespace
+    found: Mapping[str, Measured], alone: Measured, bound: float, update_s: float, args: argparse.Namespace
 ) -> list[Row]:
-    synchronous = found["synchronous"].seconds
     conditions = (
-        f"{args.steps} steps of {GROUPS} groups of {GROUP_SIZE}, {CONCURRENCY} episodes at once, staleness at most "
-        f"{', '.join(map(str, MODES.values()))}; desk with slow tools, scripted engine ({ENGINE['base-ms']:g} ms and "
-        f"{ENGINE['request-ms']:g} ms per request for a decoding step; turns of {ENGINE['median']:g} tokens in the "
-        f"median, sigma {ENGINE['sigma']:g}, up to {ENGINE['longest']:g}), updates of {update_s:.2f} s that wait; "
-        f"generation alone (the groups that finish first) {alone.seconds:.1f} s, updates alone "
-        f"{args.steps * update_s:.1f} s; "
-        + ", ".join(f"{mode} {value.seconds:.1f} s" for mode, value in found.items())
+        f"{args.steps} steps of {BATCH.groups} groups of {BATCH.group_size}, {CONCURRENCY} episodes at once, staleness "
+        f"at most {', '.join(map(str, MODES.values()))}; {setting()}, updates of {update_s:.2f} s that wait; "
+        f"generation alone {told(alone)}, updates alone {args.steps * update_s:.1f} s; "
+        + ", ".join(f"{mode} {told(value)}" for mode, value in found.items())
+        + "; speeds are tokens per second"
     )
-    speed = {mode: synchronous / value.seconds for mode, value in found.items()}
-    share = bound_s / found["asynchronous"].seconds
+    synchronous = found["synchronous"].rate
+    speed = {mode: value.rate / synchronous for mode, value in found.items()}
     return [
         Row("speedup_one_step_off", round(speed["one step off"], 2), "", "", conditions),
         Row("speedup_asynchronous", round(speed["asynchronous"], 2), "", "", conditions),
-        Row("speedup_bound", round(synchronous / bound_s, 2), "", "", conditions),
-        Row("speedup_over_bound", round(share, 3), "", ">= 0.9", conditions),
+        Row("speedup_bound", round(bound / synchronous, 2), "", "", conditions),
+        Row("speedup_over_bound", round(found["asynchronous"].rate / bound, 3), "", ">= 0.9", conditions),
         Row("engine_utilisation", [round(value.engine, 3) for value in found.values()], "", "", conditions),
         Row("trainer_utilisation", [round(value.trainer, 3) for value in found.values()], "", "", conditions),
     ]
+
+
+def setting() -> str:
+    """Environment and engine in words."""
+    return (
+        f"desk with slow tools, scripted engine ({ENGINE['base-ms']:g} ms and {ENGINE['request-ms']:g} ms per request "
+        f"for a decoding step; turns of {ENGINE['median']:g} tokens in the median, sigma {ENGINE['sigma']:g}, up to "
+        f"{ENGINE['longest']:g})"
+    )
+
+
+def told(value: Measured) -> str:
+    """Seconds and tokens of a mode in words."""
+    return f"{value.seconds:.1f} s ({value.tokens / 1000:.1f} k action tokens)"
 
 
 def draw(found: Mapping[str, Measured], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,23 @@ def test_a_rollout_that_ends_ends_the_benchmark(tmp_path: Path) -> None:
 def test_speed_ups_are_held_against_the_slower_side() -> None:
     """Rollout alone 100 s, 10 updates of 8 s: the bound is 100 s. 250 s synchronous, 105 s asynchronous."""
     found = {
-        mode: Measured(seconds, 100 / seconds, 80 / seconds)
+        mode: Measured(seconds, 5000, 100 / seconds, 80 / seconds)
         for mode, seconds in (("synchronous", 250.0), ("one step off", 140.0), ("asynchronous", 105.0))
     }
-    made = rows(found, Measured(100.0, 1.0), 100.0, 8.0, argparse.Namespace(steps=10))
-    values = {row.figure: row.value for row in made}
+    values = speeds(found)
     assert values["speedup_over_bound"] == pytest.approx(100 / 105, abs=1e-3)
     assert values["speedup_bound"] == pytest.approx(2.5)
     assert values["speedup_asynchronous"] == pytest.approx(250 / 105, abs=1e-2)
+
+
+def test_a_mode_that_leaves_its_long_episodes_unfinished_is_not_faster_for_it() -> None:
+    found = {"synchronous": Measured(250.0, 5000), "one step off": Measured(140.0, 5000)}
+    whole, short = (speeds(found | {"asynchronous": Measured(100.0, tokens)}) for tokens in (5000, 4500))
+    assert short["speedup_over_bound"] == pytest.approx(0.9 * whole["speedup_over_bound"])
+
+
+def speeds(found: dict[str, Measured]) -> dict[str, Any]:
+    alone = Measured(100.0, 5000, 1.0)
+    made = rows(found, alone, bound=alone.rate, update_s=8.0, args=argparse.Namespace(steps=10))
     assert [row.passed for row in made if row.figure == "speedup_over_bound"] == [True]
+    return {row.figure: row.value for row in made}
