@@ -22,7 +22,8 @@ ON_POLICY = {"reinforce": ["rollout.max_staleness=0"]}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_batch_of_single_rollouts_of_several_versions_trains(name: str) -> None:
-    config = load(ROOT / "recipes/configs/sao_desk.yaml", ["objective=null", f"objective.name={name}", *ON_POLICY.get(name, [])])
+    changes = ["objective=null", f"objective.name={name}", *ON_POLICY.get(name, [])]
+    config = load(ROOT / "recipes/configs/sao_desk.yaml", changes)
     assert not objective_problems(config) + advantage_problems(config)
     assert config.batch.group_size == 1 and config.advantage.name == "gae"
     objective = build_objective(config.objective)
