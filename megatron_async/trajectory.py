@@ -189,14 +189,32 @@ class Trajectory:
         self._refuse_if_finished("drop_open_turn")
         if self._open_turn is None:
             return 0
-        start, dropped = self._open_turn, self._length - self._open_turn
+        dropped = self._length - self._open_turn
+        self.withdraw(dropped)
+        self._open_turn = None
+        return dropped
+
+    def withdraw(self, count: int) -> None:
+        """Forget the last `count` tokens of the turn still open: whoever sampled them has said otherwise.
+
+        Raises TrajectoryError when the turn does not hold so many.
+        """
+        self._refuse_if_finished("withdraw")
+        held = 0 if self._open_turn is None else self._length - self._open_turn
+        if not 0 <= count <= held:
+            raise TrajectoryError(f"{self._name}: {count} tokens cannot be withdrawn, the open turn holds {held}")
+        start = self._length - count
         kept = [s for s in self._spans if s.start < start]
         if kept and kept[-1].end > start:
             kept[-1] = VersionSpan(kept[-1].version, kept[-1].start, start, kept[-1].kv_version)
-        self._spans, self._length, self._open_turn = kept, start, None
+        self._spans, self._length = kept, start
+        if start == self._open_turn:
+            self._open_turn = None
         if self._routed is not None:
             self._routed = self._routed[: max(start - 1, 0)]
-        return dropped
+        # Snapshots share the arrays, and what is appended next is written where these tokens were.
+        self._ids, self._logprobs = self._ids[:start].copy(), self._logprobs[:start].copy()
+        self._versions = self._versions[:start].copy()
 
     def snapshot(self) -> Trajectory:
         """The trajectory as it is now, for another thread to read while this one grows. Costs no copy of its tokens.

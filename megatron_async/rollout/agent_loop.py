@@ -4,7 +4,8 @@ Invariants
 - Token ids are appended, never re-encoded: each request's ids begin with the ids of the request before it, and that
   is checked every turn.
 - What a request returns is appended once, ids, log-probs and version spans together. Its final answer says which
-  version sampled which token; streamed chunks are recorded before it only where that is certain (see `streaming`).
+  version sampled which token; streamed chunks are recorded before it only where that is certain (see `streaming`), and
+  withdrawn when the answer turns out to be no good.
 - An episode that was cut by a kill goes on where its trajectory ends, if a fresh environment, given the recorded turns,
   answers as it did; if it does not, `ReplayDiverged` is raised and nothing is appended.
 - A partial response is continued with the rest of its budget. Over a weight update the engine either goes on by
@@ -105,7 +106,8 @@ class EpisodeProgress:
     waiting_for: what is being awaited right now. requests_sent, requests_returned: to engines, answers of any kind
     back; request_sent_at: the last one (Unix seconds). resubmissions: requests sent again after an abort.
     engine_failures: requests that failed and were repeated. retractions: times the engine put the request back in its
-    queue. tokens: tokens sampled so far, streamed ones included. Seconds are wall time; blocked_s: for which
+    queue. tokens: tokens sampled so far, streamed ones included. withdrawn: tokens that were recorded early and taken
+    back. Seconds are wall time; blocked_s: for which
     the environment stopped the whole event loop. floor: version that the engines
     sample with at least, None if not known. streamed: the answer under way. origin: what became of the episode when the
     rollout was started again, for the trajectory's info; empty for one that was begun by this process.
@@ -119,6 +121,7 @@ class EpisodeProgress:
     engine_failures: int = 0
     retractions: int = 0
     tokens: int = 0
+    withdrawn: int = 0
     engine_s: float = 0.0
     environment_s: float = 0.0
     blocked_s: float = 0.0
@@ -133,6 +136,7 @@ class EpisodeProgress:
             "retractions": self.retractions,
             "engine_s": round(self.engine_s, 4),
             "environment_s": round(self.environment_s, 4),
+            **({"withdrawn": self.withdrawn} if self.withdrawn else {}),
             **({"blocked_s": round(self.blocked_s, 4)} if self.blocked_s else {}),
             **self.origin,
         }
@@ -187,9 +191,11 @@ class _Ending:
 
 async def _within_life(episode: _Episode, deadline_s: float) -> _Ending:
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(deadline_s) as deadline:
             return await episode.play()
     except TimeoutError:
+        if not deadline.expired():
+            raise  # a defect: every wait in there names its own deadline
         raise EpisodeFailure(
             Status.ABORTED,
             "trajectory_deadline",
@@ -389,7 +395,7 @@ class _Episode:
         """Send everything so far and append what comes back; None when the response was aborted part way.
 
         Tokens streamed by a request whose connection then broke are kept as far as their version is certain; the next
-        request goes on after them.
+        request goes on after them. Those of a request that failed otherwise are withdrawn.
         """
         arrived = 0
         self.progress.streamed = streamed = self._streamed()
@@ -410,17 +416,20 @@ class _Episode:
                 return_routed_experts=self.limits.routed_experts,
                 min_version=(self.trajectory.max_version or 0) if self.limits.mixed_versions else 0,
             )
+            self._count(len(generation.output_ids) - arrived)
+            self.progress.retractions += generation.num_retractions
+            reason = None if generation.finish_reason == "abort" else generation.finish_reason
+            self._append(generation, reason, streamed)
+            return reason
         except (EngineUnreachable, EngineTimeout):
             streamed.settle()
+            raise
+        except EngineError:
+            self.progress.withdrawn += streamed.withdraw()
             raise
         finally:
             self.progress.requests_returned += 1
             self.progress.streamed = None
-        self._count(len(generation.output_ids) - arrived)
-        self.progress.retractions += generation.num_retractions
-        reason = None if generation.finish_reason == "abort" else generation.finish_reason
-        self._append(generation, reason, streamed)
-        return reason
 
     def _streamed(self) -> Streamed:
         """For the answer to come. Routed experts, and flags of kept KV, only come with the finished answer."""

@@ -5,7 +5,7 @@ Invariants
   versions never go back, and a chunk's label is no older than any token in it: a chunk labelled `floor` was sampled
   under `floor`. From the first chunk with another label on, everything waits for the finished answer, whose spans say
   where the weights changed.
-- Early tokens are those of the finished answer: one that says otherwise is refused.
+- Early tokens are those of the finished answer: one that says otherwise is refused, and they are withdrawn.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ class Streamed:
         self._chunks.clear()
         self._trajectory.append_action(ids, logprobs, [VersionSpan(self._floor, 0, len(ids))])
         self.taken += len(ids)
+
+    def withdraw(self) -> int:
+        """Take early tokens back from the trajectory, since the answer is no good; how many those were."""
+        self._chunks.clear()
+        withdrawn, self.taken = self.taken, 0
+        self._trajectory.withdraw(withdrawn)
+        return withdrawn
 
     def rest(
         self, generation: Generation, spans: list[VersionSpan]

@@ -49,7 +49,7 @@ class Streaming:
         self._ledger = ledger
         self._playing = playing
         self._every_s = every_s
-        self._written: dict[str, tuple[int, int]] = {}
+        self._written: dict[str, tuple[int, int, int]] = {}
         self.tokens = 0
         """Tokens written down by all rounds, prompts and observations included."""
 
@@ -74,11 +74,13 @@ class Streaming:
             return None
         played.settle()
         trajectory = played.trajectory
-        size, (before, turns) = (len(trajectory), trajectory.num_turns), self._written.get(name, (0, 0))
-        if size == (before, turns):
+        # Withdrawn tokens may have been followed by as many others.
+        now = (len(trajectory), trajectory.num_turns, played.progress.withdrawn)
+        before = self._written.get(name, (0, 0, 0))
+        if now == before:
             return None
-        self._written[name] = size
-        self.tokens += size[0] - before
+        self._written[name] = now
+        self.tokens += max(0, now[0] - before[0])
         return trajectory.snapshot()
 
 

@@ -265,6 +265,15 @@ def test_defects_of_the_program_are_raised_and_the_environment_is_closed() -> No
     assert environment.closed == 1
 
 
+def test_a_timeout_that_is_no_deadline_of_the_episode_is_a_defect_and_not_called_one() -> None:
+    class Hasty(PlainChat):
+        def parse(self, ids: Any) -> Any:
+            raise TimeoutError("of something else")
+
+    with pytest.raises(TimeoutError, match="of something else"):
+        play(RuleSampler(), chat=Hasty())
+
+
 def test_cancellation_closes_the_environment_and_leaves_the_trajectory_open() -> None:
     async def scenario() -> tuple[Trajectory, ScriptedEnvironment]:
         trajectory, environment = Trajectory("t", "g", "p", SamplingParams()), ScriptedEnvironment()

@@ -15,8 +15,10 @@ from megatron_async.rollout.agent_loop import EpisodeProgress, ReplayDiverged, r
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Step, Task
 from megatron_async.rollout.episode_limits import EpisodeLimits
+from megatron_async.rollout.ledger import Ledger
 from megatron_async.rollout.streaming import Streamed
-from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
+from megatron_async.rollout.writing_down import Played, Streaming
+from megatron_async.trajectory import SamplingParams, Status, Trajectory, TrajectoryError, VersionSpan
 from sglang_bridge import Chunk, EngineError, EnginePool, EngineUnreachable, Generation, SamplingOptions, Span
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.scripted_rollout import (
@@ -115,6 +117,70 @@ def test_a_broken_answer_goes_on_after_its_partial_ids(floor: int | None, first_
     assert trajectory.spans == (VersionSpan(3, 3, 12),) and trajectory.status is Status.OK
     (again, options) = sampler.calls[1]
     assert len(again) == first_ids and options.max_new_tokens == 20 - (first_ids - 3)
+
+
+class TakesBack(RuleSampler):
+    """The first answer streams tokens that were written down by the time it ends; then it says otherwise, or fails."""
+
+    def __init__(self, error: EngineError | None, flush: Callable[[], Any]) -> None:
+        super().__init__(turn_length=9, version=3)
+        self.error, self.flush = error, flush
+
+    async def generate(self, input_ids: list[int], sampling: SamplingOptions, **options: Any) -> Generation:
+        if self.calls:
+            return await super().generate(input_ids, sampling, **options)
+        self.calls.append((list(input_ids), sampling))
+        options["on_chunk"](chunk(0, [98, 99], 3))
+        await self.flush()
+        if self.error is not None:
+            raise self.error
+        return await super().generate(input_ids, sampling, **options)
+
+
+@pytest.mark.parametrize("error", [None, EngineError("the stream's end cannot be read")])
+def test_tokens_recorded_before_a_bad_answer_are_withdrawn(error: EngineError | None, tmp_path: Path) -> None:
+    """From the trajectory and from what is written down: as if the first request had never been made."""
+    trajectory = Trajectory("t", "g", "p", SamplingParams(max_new_tokens=20))
+    progress, early = EpisodeProgress(floor=3), []
+
+    async def scenario() -> None:
+        config = make_config(tmp_path)
+        with open_bank(config) as bank:
+            bank.start_trajectories([trajectory])
+            streaming = Streaming(Ledger(bank), {"t": Played(trajectory, progress)}, 1.0)
+
+            async def flush() -> None:
+                await streaming.flush()
+                early.append(bank.list_running()[0].token_ids.tolist())
+
+            sampler = TakesBack(error, flush)
+            environment = ScriptedEnvironment(turns=1)
+            await run_episode(sampler, PlainChat(), environment, trajectory, LIMITS, progress)
+            assert len(sampler.calls) == (3 if error is None else 2)
+
+    asyncio.run(scenario())
+    assert early == [[1, 2, 3, 98, 99]]
+    assert trajectory.token_ids.tolist() == [1, 2, 3, *continuation([1, 2, 3], 20, 9)]
+    assert trajectory.spans == (VersionSpan(3, 3, 12),) and trajectory.status is Status.OK
+    assert trajectory.info["withdrawn"] == 2 and trajectory.info["engine_failures"] == 1
+
+
+def test_as_many_other_tokens_in_the_place_of_withdrawn_ones_are_written_down(tmp_path: Path) -> None:
+    trajectory, progress = begun(), EpisodeProgress(floor=4)
+
+    async def scenario() -> list[int]:
+        with open_bank(make_config(tmp_path)) as bank:
+            bank.start_trajectories([trajectory])
+            streaming = Streaming(Ledger(bank), {"t": Played(trajectory, progress)}, 1.0)
+            for ids in ([10, 11], [20, 21]):
+                progress.streamed = streamed = Streamed(trajectory, floor=4)
+                streamed.add(chunk(0, ids, 4))
+                await streaming.flush()
+                written = bank.list_running()[0].token_ids.tolist()
+                progress.withdrawn += streamed.withdraw()
+            return written
+
+    assert asyncio.run(scenario()) == [1, 2, 3, 20, 21]
 
 
 # ---------------------------------------------------------------------- replay
@@ -282,3 +348,17 @@ def test_a_snapshot_stays_as_it_was_while_the_trajectory_grows() -> None:
     trajectory.append_action([], [], (), "stop")
     assert taken.to_bytes() == written
     assert (len(taken), taken.num_turns, len(trajectory), trajectory.num_turns) == (4, 0, 18, 1)
+
+
+def test_a_snapshot_keeps_tokens_that_are_withdrawn_and_replaced() -> None:
+    trajectory = begun()
+    trajectory.append_action([10, 11], [-0.5] * 2, [VersionSpan(0, 0, 2)])
+    taken, written = trajectory.snapshot(), trajectory.to_bytes()
+    trajectory.withdraw(1)
+    assert (trajectory.token_ids.tolist(), trajectory.open_turn) == ([1, 2, 3, 10], 3)
+    trajectory.append_action([12], [-0.25], [VersionSpan(1, 0, 1)])
+    assert taken.to_bytes() == written and trajectory.versions.tolist() == [-1] * 3 + [0, 1]
+    with pytest.raises(TrajectoryError, match="3 tokens cannot be withdrawn, the open turn holds 2"):
+        trajectory.withdraw(3)
+    trajectory.withdraw(2)
+    assert trajectory.open_turn is None and trajectory.spans == ()
