@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,74 @@ def test_own_task_and_database_files(tmp_path: Path) -> None:
     environment = source.environment(source.task(0))
     assert list(environment.episode.environment.tools.db.users) == ["only"]
     assert list(source.context.domain.official_constructor().tools.db.users) == ["only"]
+
+
+@requires_tau2
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [
+        ({"heldout_split": "base"}, 74),  # base is train and test
+        ({"heldout_split": "train"}, 74),
+        ({"train_split": "full", "exclude_splits": ["test"], "train_on_evaluation_tasks": True}, 0),
+        ({"train_split": "full", "train_on_evaluation_tasks": True}, 40),
+        ({}, 0),
+    ],
+)
+def test_shared_tasks_are_counted_whatever_the_splits_are_called(options: dict[str, Any], shared: int) -> None:
+    heldout = tasks("heldout", domain="telecom", **options)
+    assert heldout.stamp().get("trained_on_evaluation_tasks", 0) == shared
+    assert heldout.labels().get("trained_on_evaluation_tasks", "0") == str(shared)
+    if options.get("train_on_evaluation_tasks"):
+        assert tasks("train", domain="telecom", **options).stamp().get("trained_on_evaluation_tasks", 0) == shared
+
+
+@requires_tau2
+def test_heldout_file_with_training_tasks_is_refused_or_stamped(tmp_path: Path) -> None:
+    retail = domain("retail")
+    path = tmp_path / "mine.json"
+    trained = [retail.tasks[task_id] for task_id in retail.split("train")[:10]]
+    path.write_text(json.dumps([json.loads(task.model_dump_json()) for task in trained]))
+    options = {"domain": "retail", "heldout_task_file": str(path)}
+    with pytest.raises(ValueError, match=r"10 of 74 training tasks .*mine\.json"):
+        tasks("train", **options)
+    assert tasks("heldout", **options).stamp()["trained_on_evaluation_tasks"] == 10
+    allowed = tasks("train", **options, train_on_evaluation_tasks=True)
+    assert allowed.task(0).data["trained_on_evaluation_tasks"] == 10
+
+
+@requires_tau2
+def test_everything_that_is_not_the_benchmarks_is_labelled(tmp_path: Path) -> None:
+    endpoint = {"kind": "endpoint", "endpoint": {"url": "http://127.0.0.1:9/v1"}}
+    assert tasks("heldout", domain="retail", user=endpoint).labels() == {}
+    assert tasks("heldout", domain="telecom", solo=True).labels() == {}
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("{policy}")
+    options = {"max_errors": 1000, "max_steps": 5, "enforce_communication_protocol": True}
+    source = tasks("heldout", domain="retail", system_prompt_file=str(prompt), reward_basis="no_judge", **options)
+    digest = "prompt.txt sha256:" + hashlib.sha256(b"{policy}").hexdigest()[:12]
+    assert source.labels() == {
+        "prompt": "own",
+        "system_prompt_file": digest,
+        "user": "scripted",
+        "reward_policy": "no_judge",
+        "max_errors": "1000",
+        "max_steps": "5",
+        "enforce_communication_protocol": "True",
+    }
+    assert source.task(0).data["system_prompt_file"] == digest
+
+
+@requires_tau2
+def test_own_files_are_labelled_with_their_content(tmp_path: Path) -> None:
+    retail = domain("retail")
+    task = json.loads(next(iter(retail.tasks.values())).model_dump_json())
+    found = []
+    for number in range(2):
+        path = tmp_path / str(number) / "mine.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps([{**task, "id": f"own {number}"}]))
+        source = tasks("heldout", domain="retail", heldout_task_file=str(path))
+        found.append(source.labels()["heldout_task_file"])
+        assert "trained_on_evaluation_tasks" not in source.labels()
+    assert found[0] != found[1]
+    assert all(label.startswith("mine.json sha256:") for label in found)

@@ -169,3 +169,11 @@ class ReportingTaskSource(TaskSource, Protocol):
 
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Write the benchmark's result files into `folder` (it exists); returns JSON for the evaluation's row."""
+
+
+@runtime_checkable
+class LabelledTaskSource(TaskSource, Protocol):
+    """A source that says what makes its numbers incomparable with those of others on the same benchmark."""
+
+    def labels(self) -> dict[str, str]:
+        """What is unusual, by a short name, for every result; empty when nothing is."""

@@ -171,6 +171,10 @@ class BfclTasks:
         stamp = {"trained_on_evaluation_tasks": self.size} if self.trained else {}
         return Task(f"bfcl-{self.category}-{number}", {"number": number, **stamp})
 
+    def labels(self) -> dict[str, str]:
+        """That the tasks of an evaluation were trained on, where they were."""
+        return {"trained_on_evaluation_tasks": str(self.size)} if self.trained else {}
+
     def replayable(self, task: Task) -> bool:
         """Its answers are a function of the task and the turns."""
         return True

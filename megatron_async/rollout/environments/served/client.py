@@ -142,6 +142,7 @@ class ServedTasks:
         """opened: what the process said about the source. Made by `serve_tasks`."""
         self.split: Split = split
         self.size: int | None = opened["size"]
+        self._labels: dict[str, str] = opened["labels"]
         self._process, self._asked = process, dict(asked)
         self._known: dict[int, Task] = {}
 
@@ -150,6 +151,10 @@ class ServedTasks:
         if index not in self._known:
             self._known[index] = Task(**_ask(self._process, self._asked, {"call": "task", "index": index}))
         return self._known[index]
+
+    def labels(self) -> dict[str, str]:
+        """What the source says that is unusual about it; empty if it says nothing."""
+        return dict(self._labels)
 
     def environment(self, task: Task) -> ServedEnvironment:
         """A fresh episode of `task`; connects when it is reset."""

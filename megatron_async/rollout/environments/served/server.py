@@ -17,7 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_async.rollout.environments.base import Environment, ReportingTaskSource, Task, TaskSource
+from megatron_async.rollout.environments.base import (
+    Environment,
+    LabelledTaskSource,
+    ReportingTaskSource,
+    Task,
+    TaskSource,
+)
 from megatron_async.rollout.environments.served.protocol import (
     LINE_LIMIT,
     as_json,
@@ -86,8 +92,7 @@ class Connection:
     async def _call(self, name: str, request: dict[str, Any]) -> Any:
         if name == "tasks":
             self._source = await self._sources.get(request)
-            reports = isinstance(self._source, ReportingTaskSource)
-            return {"size": self._source.size, "reports": reports}
+            return _description(self._source)
         if self._source is None:
             raise ValueError(f"{name}: a connection begins with `tasks`")
         if name == "task":
@@ -114,6 +119,14 @@ class Connection:
             await environment.close()
             return None
         raise ValueError(f"unknown call {name!r}")
+
+
+def _description(source: TaskSource) -> dict[str, Any]:
+    return {
+        "size": source.size,
+        "reports": isinstance(source, ReportingTaskSource),
+        "labels": source.labels() if isinstance(source, LabelledTaskSource) else {},
+    }
 
 
 def _report(source: TaskSource, request: Mapping[str, Any]) -> dict[str, Any]:

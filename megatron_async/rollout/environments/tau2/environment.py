@@ -36,6 +36,7 @@ from megatron_async.rollout.environments.tau2.domain import Domain, DomainFiles
 from megatron_async.rollout.environments.tau2.episode import ChatMessage, Episode, Limits, Pending, Said
 from megatron_async.rollout.environments.tau2.options import Tau2Options, parse
 from megatron_async.rollout.environments.tau2.reward import Verdict
+from megatron_async.rollout.environments.tau2.stamp import labels, stamp
 from megatron_async.rollout.environments.tau2.users import (
     EndpointUser,
     RecordedUser,
@@ -192,7 +193,8 @@ class Tau2Tasks:
         self.split: Split = split
         self.options = options
         domain = _domain(options, split)
-        self._ids, self._overlap = _task_ids(options, domain, split)
+        self._ids, shared = _task_ids(options, split)
+        self._stamp = stamp(options, split, domain.package.label, shared)
         if split == "train":
             random.Random(f"tau2 order {seed}").shuffle(self._ids)
         judged = [i for i in self._ids if reward.needs_judge(domain.tasks[i], options.reward_basis)]
@@ -229,9 +231,9 @@ class Tau2Tasks:
 
     def environment(self, task: Task) -> Tau2Environment:
         """A fresh episode of `task`."""
-        stamp = {name: value for name, value in task.data.items() if name != "id"}
+        said = {name: value for name, value in task.data.items() if name != "id"}
         return Tau2Environment(
-            self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **stamp}
+            self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **said}
         )
 
     def replayable(self, task: Task) -> bool:
@@ -240,28 +242,18 @@ class Tau2Tasks:
 
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Results in the benchmark's own format and a page for people; needs recorded transcripts."""
-        stamp, endpoint = self.stamp(), self.context.user_endpoint
+        said, endpoint = self.stamp(), self.context.user_endpoint
         if endpoint is not None:  # of this process: an evaluation that was interrupted forgets its earlier ones
-            stamp["user_errors"] = {"repeated": endpoint.failures, "unanswered": endpoint.unanswered}
-        return report.write(self.context.domain, self.options, stamp, outcomes, samples, folder)
+            said["user_errors"] = {"repeated": endpoint.failures, "unanswered": endpoint.unanswered}
+        return report.write(self.context.domain, self.options, said, outcomes, samples, folder)
 
     def stamp(self) -> dict[str, Any]:
         """What every report about these tasks must say."""
-        options = self.options
-        stamp: dict[str, Any] = {
-            "benchmark": self.context.domain.package.label,
-            "domain": options.domain,
-            "solo": options.solo,
-            "split": options.train_split if self.split == "train" else options.heldout_split,
-            "user": "none" if options.solo else options.user.kind,
-            "reward_policy": options.reward_basis,
-            "prompt": "own"
-            if options.system_prompt_file or options.tool_descriptions == "short"
-            else "benchmark",
-        }
-        if self._overlap:
-            stamp["trained_on_evaluation_tasks"] = self._overlap
-        return stamp
+        return dict(self._stamp)
+
+    def labels(self) -> dict[str, str]:
+        """What makes a number about these tasks incomparable with the benchmark's, in words; empty if nothing does."""
+        return labels(self._stamp)
 
 
 def build(options: Mapping[str, Any], split: Split, seed: int) -> Tau2Tasks:
@@ -278,29 +270,42 @@ def _domain(options: Tau2Options, split: Split) -> Domain:
     )
 
 
-def _task_ids(options: Tau2Options, domain: Domain, split: Split) -> tuple[list[str], int]:
-    """(ids of the split, how many training tasks are evaluation tasks). ValueError if there are some, unasked."""
+def _task_ids(options: Tau2Options, split: Split) -> tuple[list[str], int]:
+    """(ids of the split, how many of them are both trained on and evaluated). ValueError if training is to use some
+    unasked, or has none left.
+
+    Ids are compared, whatever the splits and files that they come from are called.
+    """
+    train, heldout = _training_ids(options), _heldout_ids(options)
     if split == "heldout":
-        ids = [
-            task_id for task_id in domain.split(options.heldout_split) if _playable(options, domain, task_id)
-        ]
-        train = set(domain.split(options.train_split)) if not options.heldout_task_file else set()
-        return ids, len(train & set(ids)) if options.train_on_evaluation_tasks else 0
-    excluded = {task_id for name in options.exclude_splits for task_id in domain.split(name)}
-    ids = [task_id for task_id in domain.split(options.train_split) if task_id not in excluded]
-    ids = [task_id for task_id in ids if _playable(options, domain, task_id)]
-    evaluation = set() if options.heldout_task_file else set(domain.split(options.heldout_split))
-    evaluation |= set(domain.splits().get("test", ()))
-    overlap = len(evaluation & set(ids))
-    if overlap and not options.train_on_evaluation_tasks:
+        return heldout, len(set(train) & set(heldout))
+    evaluation = set(heldout) | set(_domain(options, "train").splits().get("test", ()))
+    shared = len(evaluation & set(train))
+    if shared and not options.train_on_evaluation_tasks:
         raise ValueError(
-            f"tau2: {overlap} of {len(ids)} training tasks (train_split: {options.train_split}) are evaluation tasks "
-            f"(heldout_split: {options.heldout_split}, or test): train on another split, add exclude_splits: [test], "
-            "or set train_on_evaluation_tasks: true, which every report will say"
+            f"tau2: {shared} of {len(train)} training tasks (train_split: {options.train_split}) are evaluation tasks "
+            f"(heldout_split: {options.heldout_split}{_of_file(options)}, or test): train on another split, add "
+            "exclude_splits: [test], or set train_on_evaluation_tasks: true, which every report will say"
         )
-    if not ids:
+    if not train:
         raise ValueError(f"tau2: no training tasks are left of {options.train_split} after exclude_splits")
-    return ids, overlap
+    return train, shared
+
+
+def _training_ids(options: Tau2Options) -> list[str]:
+    domain = _domain(options, "train")
+    excluded = {task_id for name in options.exclude_splits for task_id in domain.split(name)}
+    chosen = [task_id for task_id in domain.split(options.train_split) if task_id not in excluded]
+    return [task_id for task_id in chosen if _playable(options, domain, task_id)]
+
+
+def _heldout_ids(options: Tau2Options) -> list[str]:
+    domain = _domain(options, "heldout")
+    return [task_id for task_id in domain.split(options.heldout_split) if _playable(options, domain, task_id)]
+
+
+def _of_file(options: Tau2Options) -> str:
+    return f" of {options.heldout_task_file}" if options.heldout_task_file else ""
 
 
 def _playable(options: Tau2Options, domain: Domain, task_id: str) -> bool:
