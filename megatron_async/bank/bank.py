@@ -14,6 +14,7 @@ as its transaction takes (milliseconds); an asyncio program calls it in a thread
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from types import TracebackType
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from megatron_async.bank import batches, collecting, dialects, filtering, groups, ledger, scores
+from megatron_async.bank import batches, collecting, dialects, filtering, groups, ledger, scores, states
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankOpenError
 from megatron_async.bank.filtering import Filtered
@@ -36,6 +37,8 @@ RECONNECT_S = 60
 """Longest wait for a database that is away or has no disk left, in seconds; a server that restarts takes a few."""
 
 RECONNECT_PAUSE_S = 0.2
+
+_MAKE_WAY_PAUSE_S = 0.02  # by chance, so that two that met do not meet again
 
 T = TypeVar("T")
 
@@ -302,8 +305,8 @@ class Bank:
         return self._transact(self._engine, work, RECONNECT_S)
 
     def _transact(self, engine: Engine, work: Callable[[Connection], T], retry_s: float) -> T:
-        """Run `work` as one transaction; again, while the connection is lost before it was asked to commit, or the
-        disk is full, which has undone the transaction.
+        """Run `work` as one transaction; again, while the connection is lost before it was asked to commit, the disk
+        is full, or the database chose it to make way for another: both have undone the transaction.
 
         A connection lost during the commit leaves it open whether the commit happened: that error is not retried.
         """
@@ -312,14 +315,16 @@ class Bank:
             committing = False
             try:
                 with engine.begin() as conn:
-                    result = work(conn)
+                    with states.counted(conn):
+                        result = work(conn)
                     committing = True
                 return result
             except DBAPIError as error:
                 away = dialects.connection_lost(error) and not committing
-                if not (away or dialects.disk_full(error)) or time.monotonic() > deadline:
+                makes_way = dialects.makes_way(error)
+                if not (away or makes_way or dialects.disk_full(error)) or time.monotonic() > deadline:
                     raise
-            time.sleep(RECONNECT_PAUSE_S)
+            time.sleep(random.uniform(0, _MAKE_WAY_PAUSE_S) if makes_way else RECONNECT_PAUSE_S)
 
 
 def _create(conn: Connection, url: str) -> None:

@@ -55,8 +55,7 @@ def take(
             "back with rollback_uncommitted; a committed one is only trained again when an older checkpoint is resumed"
         )
     _mark_stale(conn, group_size, min_version)
-    filtering.drop_uninformative(conn, step, wanted, group_size, max_filtered)
-    chosen = group_rows.oldest_complete(conn, wanted, group_size)
+    chosen = filtering.choose(conn, step, wanted, group_size, min_version, max_filtered)
     if len(chosen) < wanted:
         return None
     members = _reserve_members(conn, step, chosen, group_size)

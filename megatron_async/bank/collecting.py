@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
 
-from megatron_async.bank import groups
+from megatron_async.bank import groups, texts
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, count, move
 from megatron_async.bank.tables import payloads, trajectories
@@ -21,6 +21,12 @@ def start(conn: Connection, trajectory: Trajectory) -> None:
         raise BankError(
             f"trajectory {trajectory.trajectory_id!r} is {trajectory.status.value} before it started"
         )
+    for kind, name in (("trajectory", trajectory.trajectory_id), ("group", trajectory.group_id)):
+        if texts.shortened_id(name) != name:
+            raise BankError(
+                f"the id of {kind} {name[:40]!r}... has {len(name)} characters or one that no database stores (NUL); "
+                f"ids have at most {texts.LONGEST_ID} characters"
+            )
     group = groups.lock_or_create(conn, trajectory.group_id, trajectory.prompt_id, trajectory.task)
     if group.done or group.closed:
         raise BankError(
@@ -105,15 +111,20 @@ def running(conn: Connection) -> list[bytes]:
 
 def abandon(conn: Connection, reason: str, trajectory_ids: Sequence[str] | None) -> int:
     """See `Bank.abandon_running`."""
-    query = select(trajectories.c.position, trajectories.c.group_position)
-    query = query.where(trajectories.c.state == State.RUNNING.value)
+    found = trajectories.c.state == State.RUNNING.value
     if trajectory_ids is not None:
-        query = query.where(trajectories.c.trajectory_id.in_(trajectory_ids))
-    members: dict[int, list[int]] = {}
-    for row in conn.execute(query):
-        members.setdefault(row.group_position, []).append(row.position)
-    for group_position, positions in sorted(members.items()):
-        group = groups.lock(conn, group_position)
+        found &= trajectories.c.trajectory_id.in_(trajectory_ids)
+    affected = set(conn.execute(select(trajectories.c.group_position).where(found)).scalars())
+    held = {position: groups.lock(conn, position) for position in sorted(affected)}
+    # Asked again now that the groups are locked: some may have finished in between.
+    members: dict[int, list[int]] = {position: [] for position in held}
+    here = trajectories.c.group_position.in_(list(held))
+    for row in conn.execute(
+        select(trajectories.c.position, trajectories.c.group_position).where(found, here)
+    ):
+        members[row.group_position].append(row.position)
+    for group_position, positions in members.items():
+        group = held[group_position]
         end = {"reason": reason, "status": Status.ABORTED.value, "finished_at": time.time()}
         move(conn, positions, State.RUNNING, State.FAILED, **end)
         groups.adjust(conn, group, running=-len(positions), failed=len(positions))

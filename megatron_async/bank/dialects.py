@@ -25,6 +25,7 @@ SQLITE_CACHE_KIB = 32 * 1024
 """Pages a connection keeps in memory, enough for the upper levels of every index of a bank of millions."""
 
 _POSTGRESQL_DISK_FULL = "53100"
+_POSTGRESQL_MAKES_WAY = ("40001", "40P01")  # serialization failure, deadlock
 _SCHEMA_LOCK = 0x4D41424B  # any number will do that no other program uses as an advisory lock
 
 
@@ -67,6 +68,11 @@ def disk_full(error: DBAPIError) -> bool:
     if isinstance(error.orig, sqlite3.Error):
         return getattr(error.orig, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
     return getattr(error.orig, "sqlstate", None) == _POSTGRESQL_DISK_FULL
+
+
+def makes_way(error: DBAPIError) -> bool:
+    """True when the database undid the transaction in favour of another, with which it was deadlocked: do it again."""
+    return getattr(error.orig, "sqlstate", None) in _POSTGRESQL_MAKES_WAY
 
 
 def lock_schema(conn: Connection) -> None:

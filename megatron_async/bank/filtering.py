@@ -39,14 +39,20 @@ def of_step(conn: Connection, step: int) -> Filtered:
     return Filtered() if kept is None else msgspec.json.decode(kept, type=Filtered)
 
 
-def drop_uninformative(conn: Connection, step: int, wanted: int, group_size: int, most: int) -> None:
-    """Filter groups without variance among the `wanted` oldest complete ones until there is none, or `most` are."""
+def choose(
+    conn: Connection, step: int, wanted: int, group_size: int, min_version: int, most: int
+) -> list[int]:
+    """Positions of up to `wanted` complete groups for the batch of `step`, locked, oldest first.
+
+    Groups without variance among them are filtered until there is none, or `most` are. What is returned is what was
+    looked at: a group that becomes complete in the meantime was not, and waits for the next batch.
+    """
     found = of_step(conn, step)
-    while found.groups < most:
-        oldest = groups.oldest_complete(conn, wanted, group_size)
-        equal = _without_variance(conn, oldest)[: most - found.groups]
+    while True:
+        oldest = groups.oldest_complete(conn, wanted, group_size, min_version)
+        equal = _without_variance(conn, oldest)[: max(0, most - found.groups)]
         if not equal:
-            return
+            return oldest
         positions = [position for position, _ in equal]
         reason = f"filtered: equal rewards when the batch of step {step} was built"
         move(conn, groups.waiting(conn, positions), State.FINISHED, State.FILTERED, reason=reason)

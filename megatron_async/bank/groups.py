@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, func, select, update
 
-from megatron_async.bank import dialects
+from megatron_async.bank import dialects, texts
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, move
 from megatron_async.bank.tables import CLOSED_QUEUE, groups, prompts, trajectories
@@ -43,7 +43,7 @@ def lock_or_create(conn: Connection, group_id: str, prompt_id: str, task: dict[s
         dialects.insert_missing(conn, groups, {"group_id": group_id, "prompt_id": prompt_id})
         row = _locked(conn, groups.c.group_id == group_id)
     assert row is not None
-    if row.prompt_id != prompt_id:
+    if row.prompt_id != texts.shortened_id(prompt_id):
         raise BankError(f"group {group_id!r} is of prompt {row.prompt_id!r}, not {prompt_id!r}")
     return row
 
@@ -82,14 +82,18 @@ def _queue(fields: dict[str, Any]) -> int:
     return int(fields["waiting"])
 
 
-def oldest_complete(conn: Connection, wanted: int, group_size: int) -> list[int]:
-    """Positions of up to `wanted` complete groups, in the order in which the groups were started.
+def oldest_complete(conn: Connection, wanted: int, group_size: int, min_version: int) -> list[int]:
+    """Positions of up to `wanted` complete groups without an older token, locked, in the order they were started in.
 
-    Exactly complete groups come in the order of the index. The few that are over-full or closed are sorted here: asked
-    to sort them, SQLite walks through all groups there ever were.
+    The condition on the version stands in the statement that locks: a group may have become complete since the stale
+    ones were marked, by a member that was sampled long ago. Exactly complete groups come in the order of the index.
+    The few that are over-full or closed are sorted here: asked to sort them, SQLite walks through all groups there
+    ever were.
     """
-    exact = select(groups.c.position).where(groups.c.queue == group_size).order_by(groups.c.position)
-    above = select(groups.c.position).where(groups.c.queue > group_size)
+    # coalesce: with the bare column SQLite may take the index of versions and walk through all that wait.
+    fresh = func.coalesce(groups.c.min_version, min_version) >= min_version
+    exact = select(groups.c.position).where(groups.c.queue == group_size, fresh).order_by(groups.c.position)
+    above = select(groups.c.position).where(groups.c.queue > group_size, fresh)
     found: list[int] = []
     for query in (exact.limit(wanted), above):
         found += conn.execute(query.with_for_update(skip_locked=True)).scalars()

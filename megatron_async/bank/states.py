@@ -6,12 +6,14 @@
      failed         +---> stale, filtered
 
 Every move is a conditional UPDATE whose row count is checked; behind it a trigger of the database refuses any other
-change of state, whoever makes it. Counts per state are kept in the same transaction.
+change of state, whoever makes it. Counts per state are kept in the same transaction, see `counted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -45,6 +47,9 @@ TRANSITIONS: frozenset[tuple[State, State]] = frozenset(
 )
 
 
+_PENDING = "bank_state_changes"
+
+
 def move(conn: Connection, positions: Sequence[int], old: State, new: State, **values: Any) -> None:
     """Move the trajectories at `positions` from `old` to `new`, all or none, and set other columns with it.
 
@@ -64,10 +69,24 @@ def move(conn: Connection, positions: Sequence[int], old: State, new: State, **v
 
 
 def count(conn: Connection, changes: dict[State, int]) -> None:
-    """Add to the counts per state; in a fixed order, so that two transactions cannot wait for each other."""
-    for state in sorted(changes):
-        change = update(state_counts).where(state_counts.c.state == state.value)
-        conn.execute(change.values(n=state_counts.c.n + changes[state]))
+    """Remember what to add to the counts per state; `counted` adds it."""
+    pending: Counter[State] = conn.info[_PENDING]
+    pending.update(changes)
+
+
+@contextmanager
+def counted(conn: Connection) -> Iterator[None]:
+    """Around the work of one transaction: at its end the counts per state are brought up to date, each row once.
+
+    All in one order and last, so that two transactions that move trajectories differently never wait for each other,
+    and hold the few rows that everybody writes as shortly as can be.
+    """
+    pending = conn.info[_PENDING] = Counter[State]()
+    yield
+    for state in sorted(pending):
+        if pending[state]:
+            change = update(state_counts).where(state_counts.c.state == state.value)
+            conn.execute(change.values(n=state_counts.c.n + pending[state]))
 
 
 def _offender(conn: Connection, positions: Sequence[int], old: State, new: State) -> str:

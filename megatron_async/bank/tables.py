@@ -26,6 +26,8 @@ from sqlalchemy import (
     text,
 )
 
+from megatron_async.bank.texts import LONGEST_ID, ForeignId, Reason
+
 SCHEMA = 1
 """Number of this layout; a bank of another number is refused, not guessed at."""
 
@@ -41,7 +43,7 @@ schema = Table("bank_schema", metadata, Column("number", Integer, primary_key=Tr
 prompts = Table(
     "prompts",
     metadata,
-    Column("prompt_id", String(255), primary_key=True),
+    Column("prompt_id", ForeignId, primary_key=True),
     Column("task", Text, nullable=False),
     Column("created_at", Float, nullable=False),
 )
@@ -50,8 +52,8 @@ groups = Table(
     "groups",
     metadata,
     Column("position", _Position, primary_key=True, autoincrement=True),
-    Column("group_id", String(255), nullable=False, unique=True),
-    Column("prompt_id", String(255), ForeignKey("prompts.prompt_id"), nullable=False),
+    Column("group_id", String(LONGEST_ID), nullable=False, unique=True),
+    Column("prompt_id", ForeignId, ForeignKey("prompts.prompt_id"), nullable=False),
     Column("running", Integer, nullable=False, default=0),
     Column("waiting", Integer, nullable=False, default=0),
     Column("failed", Integer, nullable=False, default=0),
@@ -71,7 +73,7 @@ trajectories = Table(
     "trajectories",
     metadata,
     Column("position", _Position, primary_key=True, autoincrement=True),
-    Column("trajectory_id", String(255), nullable=False, unique=True),
+    Column("trajectory_id", String(LONGEST_ID), nullable=False, unique=True),
     Column("group_position", BigInteger, ForeignKey("groups.position"), nullable=False),
     Column("state", String(16), nullable=False),
     Column("status", String(32), nullable=False),
@@ -81,7 +83,7 @@ trajectories = Table(
     Column("min_version", BigInteger),
     Column("max_version", BigInteger),
     Column("step", BigInteger),
-    Column("reason", Text),
+    Column("reason", Reason),
     Column("started_at", Float, nullable=False),
     Column("finished_at", Float),
     CheckConstraint("(state IN ('reserved', 'trained')) = (step IS NOT NULL)", name="ck_trajectories_step"),
