@@ -18,7 +18,7 @@ from megatron_async import __version__
 from megatron_async.config import check, dump, load
 from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, leave_message
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -308,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return handler(arguments)
     except _mendable() as error:
         print(f"megatron-async {arguments.command}: {error}", file=sys.stderr)  # noqa: T201
+        leave_message(error)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:  # before, or in a command without, a stop of its own
         print(f"megatron-async {arguments.command}: interrupted", file=sys.stderr)  # noqa: T201

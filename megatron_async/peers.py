@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone
 from megatron_async.snapshots.bits import words_of
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ def _reached(file: Path) -> TCPStore | None:
         return None
 
 
-class PeerMissing(UserError):
+class PeerMissing(PartnerGone):
     """The other side did not come in time."""
 
 
-class PeerGone(UserError):
+class PeerGone(PartnerGone):
     """The other side ended, or broke the connection, before it had said that it would send no more."""
 
 

@@ -8,7 +8,9 @@ Invariants
 - Nothing of a part is alive when it is started again.
 - A run ends with the part's failure when `trainer.max_restarts` starts in a row brought no further step, when no step
   was ever trained (that is a mistake, not an accident), or when the part itself says that the user has to mend
-  something (exit code 2).
+  something (`Part.user_error`; torchrun swallows exit codes).
+- A rollout that ends while the run is not finished is started again whatever its exit code: a SIGTERM from outside
+  ends it with 0.
 - Every start after the first is in `restarts.jsonl` of the run's folder, with what ended the part.
 """
 
@@ -22,14 +24,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PHASE, RESUMING
+from megatron_async.bank.requests import FINISHED, PHASE, RESUMING
 from megatron_async.config.schema import RunConfig
 from megatron_async.observe import RunFiles
 from megatron_async.supervise import Part, log_tail, stop_all
 
 logger = logging.getLogger(__name__)
 
-EXIT_USER_ERROR = 2
 _POLL_S = 0.5
 _PAUSE_S = 1.0
 """Seconds before a start after the first, times the number of starts in a row without a step: what ended the part may
@@ -85,23 +86,27 @@ class Roles:
             stop_all([self._rollout, *self._training])
             bank.set_state(PHASE, RESUMING)
             self._begin(bank, *ticks)
-        elif self._rollout.poll() not in (None, 0):
+        elif self._rollout.poll() is not None and bank.get_state(PHASE) != FINISHED:
             self._failed(self._rollout, bank)
             self._restart([self._rollout])
 
     def _failed(self, part: Part, bank: Bank) -> None:
         """Record the failure; raise it when the part is not to be started again."""
-        failure = part.failure()
         steps = _steps(bank)
         self._in_vain = 0 if steps > self._steps else self._in_vain + 1
         self._steps = max(self._steps, steps)
-        trainer = self._config.trainer
-        mistake = self._steps == 0 or part.poll() == EXIT_USER_ERROR
+        trainer, says = self._config.trainer, self._who_says_why(part)
+        mistake = says is not None or (self._steps == 0 and part.poll() != 0)
         # Ranks on other machines are started by those.
         if mistake or trainer.nodes > 1 or self._in_vain > trainer.max_restarts:
-            raise failure
+            raise (says or part).failure()
         self._record(part, steps)
         time.sleep(_PAUSE_S * self._in_vain)
+
+    def _who_says_why(self, part: Part) -> Part | None:
+        """The part that said what the user has to mend: those that train together hear of it as the other's end."""
+        together = [part] if part is self._rollout else [part, *self._training]
+        return next((each for each in together if each.user_error()), None)
 
     def _record(self, part: Part, steps: int) -> None:
         row: dict[str, Any] = {

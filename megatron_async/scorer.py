@@ -17,11 +17,12 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_async.bank import Bank
+from megatron_async.bank.requests import FINISHED, PHASE
 from megatron_async.beside import LAST, NOTHING, SILENCE_S, PartBeside
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone
 from megatron_async.observe import RunFiles
 from megatron_async.old_logits.builders import open_history, peer_file
 from megatron_async.old_logits.snapshot import SnapshotSource
@@ -52,7 +53,7 @@ def scoring_sequences(trajectories: list[Trajectory], version: int) -> list[Sequ
     ]
 
 
-class ActorGone(UserError):
+class ActorGone(PartnerGone):
     """The trainer's rank stopped sending before the run was over."""
 
 
@@ -88,7 +89,7 @@ class Scorer(PartBeside):
         while time.monotonic() - started < SILENCE_S:
             if not self._steps.empty:
                 return _TAKE
-            if self._bank.get_state("phase") == "finished":
+            if self._bank.get_state(PHASE) == FINISHED:
                 return LAST
             self._raise_if_ended()
             if offered := self._offer(self._bank):

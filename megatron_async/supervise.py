@@ -23,7 +23,7 @@ from types import FrameType
 
 import psutil
 
-from megatron_async.errors import UserError
+from megatron_async.errors import ERROR_FILE, UserError
 
 STOP_GRACE_S = 3.5
 """Seconds between SIGTERM and SIGKILL: engines are stopped afterwards, and a Ctrl-C may take ten seconds in all."""
@@ -85,11 +85,14 @@ class Part:
         self.log_path = log_path
         self._mark = uuid.uuid4().hex
         inherited = os.environ if inherited is None else inherited
-        self._environment = {**inherited, **(environment or {}), _PART_VARIABLE: self._mark}
+        self._said = log_path.with_suffix(".error")
+        ours = {_PART_VARIABLE: self._mark, ERROR_FILE: str(self._said.resolve())}
+        self._environment = {**inherited, **(environment or {}), **ours}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._said.unlink(missing_ok=True)  # of an earlier start
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.argv,
@@ -109,9 +112,15 @@ class Part:
         """Exit code, or None while it runs (also None before it was started)."""
         return self._process.poll() if self._process else None
 
+    def user_error(self) -> str:
+        """What one of its processes said, since the start, that the user has to mend; empty when none did. Under
+        torchrun no exit code tells."""
+        return self._said.read_text(encoding="utf-8") if self._said.exists() else ""
+
     def failure(self) -> PartFailed:
+        said = f": {message}\n" if (message := self.user_error()) else "; "
         return PartFailed(
-            f"{self.name} {describe_exit(self.poll())}; its log is {self.log_path}, which ends:\n"
+            f"{self.name} {describe_exit(self.poll())}{said}its log is {self.log_path}, which ends:\n"
             f"{log_tail(self.log_path)}"
         )
 

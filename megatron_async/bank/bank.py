@@ -25,7 +25,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from megatron_async.bank import batches, collecting, dialects, filtering, groups, ledger, scores, states
 from megatron_async.bank.batches import Step
-from megatron_async.bank.errors import BankOpenError
+from megatron_async.bank.errors import BankAway, BankOpenError
 from megatron_async.bank.filtering import Filtered
 from megatron_async.bank.groups import OpenGroup
 from megatron_async.bank.ledger import Version
@@ -69,7 +69,7 @@ class Bank:
             bank._transact(bank._writer, lambda conn: _create(conn, url), retry_s=0)
         except OperationalError as error:
             bank.close()
-            raise BankOpenError(
+            raise BankAway(
                 f"cannot open the bank at {url!r}: {error.orig}. For SQLite the folder must exist and be writable; for "
                 "PostgreSQL the server must run and the database exist"
             ) from error

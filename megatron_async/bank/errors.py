@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone, UserError
 
 
 class BankError(RuntimeError):
@@ -15,3 +15,7 @@ class TokensDiscarded(BankError, UserError):
 
 class BankOpenError(BankError, UserError):
     """The database cannot be opened or belongs to another release; the message says how to mend it."""
+
+
+class BankAway(BankOpenError, PartnerGone):
+    """The database does not answer; it may come back."""

@@ -1,12 +1,15 @@
 """Keys of the bank's key-value table by which the parts of a run tell one another something."""
 
 PHASE = "phase"
-"""What the run does: `RESUMING`, `TRAINING`, or finished."""
+"""What the run does: `RESUMING`, `TRAINING`, or `FINISHED`."""
 
 RESUMING = "resuming"
 """A resumed trainer has not given the engines its weights yet: nothing may be sampled."""
 
 TRAINING = "training"
+
+FINISHED = "finished"
+"""Every step was trained: nothing more is wanted of anybody."""
 
 WRITE_DOWN = "rollout/write_down"
 """The trainer asks that all running trajectories be written down; the value is when it had stopped the engines, in

@@ -9,7 +9,7 @@ runs/<name>/
   status/<part>.json   what each part does now
   restarts.jsonl       one row for each part that ended by itself and was started again
   tensorboard/         the metrics as TensorBoard events
-  logs/                output of every process
+  logs/                output of every process; <part>.error: what one of them said that the user has to mend
   engines.json         the engines, and which of them serve
   .engine_key          what they ask for, where others could reach them
   bank.sqlite          trajectories, versions, steps

@@ -18,15 +18,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_async.bank import Bank, BankError, OpenGroup, State
-from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
+from megatron_async.bank.requests import FINISHED, PHASE, WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
-
-PHASE = "phase"
-"""Key of the run's phase in the bank's key-value table."""
-FINISHED = "finished"
-"""Value of `PHASE` after which nothing more is wanted."""
 
 
 @dataclass(frozen=True, slots=True)

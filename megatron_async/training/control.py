@@ -14,13 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone, UserError
 
-_OK, _USER_ERROR, _ERROR = 0, 1, 2
+_OK, _USER_ERROR, _PARTNER_GONE, _ERROR = 0, 1, 2, 3
 
 
 class RankZeroError(RuntimeError):
     """Rank 0 failed while the others waited for it; the message is rank 0's."""
+
+
+_KINDS: dict[int, type[Exception]] = {_USER_ERROR: UserError, _PARTNER_GONE: PartnerGone, _ERROR: RankZeroError}
+"""What is raised on the other ranks."""
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, PartnerGone):
+        return _PARTNER_GONE
+    return _USER_ERROR if isinstance(error, UserError) else _ERROR
 
 
 class Control:
@@ -41,7 +51,7 @@ class Control:
                 payload = produce()
             except Exception as error:  # noqa: BLE001 - raised below, once the other ranks have heard of it
                 failure = error
-                status = _USER_ERROR if isinstance(error, UserError) else _ERROR
+                status = _status(error)
                 payload = f"{type(error).__name__}: {error}".encode()
         header = torch.tensor([status, len(payload)], dtype=torch.int64)
         dist.broadcast(header, 0, group=self._group)
@@ -53,8 +63,7 @@ class Control:
             raise failure
         received = body.numpy().tobytes()[: int(header[1])]
         if int(header[0]) != _OK:
-            kind = UserError if int(header[0]) == _USER_ERROR else RankZeroError
-            raise kind(received.decode())
+            raise _KINDS[int(header[0])](received.decode())
         return received
 
     def json_from_rank_zero(self, produce: Callable[[], Any]) -> Any:

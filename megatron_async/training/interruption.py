@@ -12,7 +12,7 @@ import time
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone
 from megatron_async.training.batch import join_messages, split_messages
 from megatron_async.training.control import Control
 from megatron_async.training.engine_group import EngineGroup
@@ -21,7 +21,7 @@ from megatron_async.trajectory import Trajectory
 _LOOK_S = 0.02
 
 
-class InterruptionDeadline(UserError):
+class InterruptionDeadline(PartnerGone):
     """The rollout did not write its running trajectories down in time."""
 
 

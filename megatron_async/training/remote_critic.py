@@ -18,7 +18,7 @@ from typing import Any
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.critic import Values
 from megatron_async.engine.sequences import Sequence
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone
 from megatron_async.observe import RunFiles
 from megatron_async.peers import END, PeerGone, PeerLink, PeerMissing
 from megatron_async.training import critic_messages as messages
@@ -32,7 +32,7 @@ _GOODBYE_S = 10.0
 _WHERE = "look at logs/critic.log and status/critic.json"
 
 
-class CriticGone(UserError):
+class CriticGone(PartnerGone):
     """The critic's ranks do not answer any more, or said why they cannot."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_async.bank import Bank
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import PartnerGone
 from megatron_async.training.control import Control
 
 Scores = dict[str, tuple[int, bytes]]
@@ -21,7 +21,7 @@ Scores = dict[str, tuple[int, bytes]]
 _LOOK_S = 0.02
 
 
-class ScorerDeadline(UserError):
+class ScorerDeadline(PartnerGone):
     """The dedicated model did not score a batch in time."""
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PHASE, TRAINING
+from megatron_async.bank.requests import FINISHED, PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy, TrainStepResult
@@ -193,7 +193,7 @@ class Session:
             self.status.set("saving")
         self.policy.save_hf(self.files.checkpoint)
         if self.bank:
-            self.bank.set_state(PHASE, "finished")
+            self.bank.set_state(PHASE, FINISHED)
 
     def close(self) -> None:
         """Idempotent; also on failure."""

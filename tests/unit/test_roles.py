@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from megatron_async import roles
 from megatron_async.bank import Bank
-from megatron_async.bank.requests import PHASE, RESUMING, TRAINING
+from megatron_async.bank.requests import FINISHED, PHASE, RESUMING, TRAINING
 from megatron_async.config.schema import ModelConfig, RunConfig, TrainerConfig
+from megatron_async.errors import ERROR_FILE
 from megatron_async.roles import Roles
-from megatron_async.supervise import Part, PartFailed, supervised
+from megatron_async.supervise import Part, PartFailed, python_module, supervised
 from tests.bank_support import collect_group
 
 # Notes its start in a common file, then does what the n-th word says at its n-th start: a code to end with, or "stay".
@@ -123,10 +125,93 @@ def test_starts_without_a_further_step_are_counted_and_end_the_run(tmp_path: Pat
     assert restarts(config) == [("trainer", 7)] * 2
 
 
-@pytest.mark.parametrize(("steps", "code"), [(0, "7"), (1, "2")])
-def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path: Path, steps: int, code: str) -> None:
-    """A run that never trained a step, or a part that says it is the user's to mend (exit code 2)."""
-    config = make(tmp_path, steps=steps)
-    with pytest.raises(PartFailed, match=f"exit code {code}"):
-        play(config, tmp_path, [code, "0"], ["stay"])
+def test_what_never_trained_a_step_is_not_tried_again(tmp_path: Path) -> None:
+    config = make(tmp_path, steps=0)
+    with pytest.raises(PartFailed, match="exit code 7"):
+        play(config, tmp_path, ["7", "0"], ["stay"])
     assert restarts(config) == []
+
+
+def test_a_rollout_that_was_told_to_stop_by_somebody_else_is_started_again(tmp_path: Path) -> None:
+    """SIGTERM ends it with exit code 0, at any step; without another one the trainer would wait for a batch in vain."""
+    config = make(tmp_path, steps=0)
+    (tmp_path / "notes").touch()
+    waits = f"until [ $(grep -c rollout {tmp_path}/notes) -ge 2 ]; do sleep 0.02; done"
+    trainer = Part("trainer", ["sh", "-c", waits], tmp_path / "trainer.log")
+    parts: list[Part] = []
+    with supervised(parts):
+        Roles(config, [trainer], actor(tmp_path, "rollout", "0", "stay"), parts).run()
+    assert restarts(config) == [("rollout", 0)]
+
+
+def test_a_rollout_that_ends_with_the_run_is_not_started_again(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    trainer = Part("trainer", ["sh", "-c", "until grep -q rollout ../notes; do sleep 0.02; done; sleep 0.3"],
+                   tmp_path / "run" / "trainer.log")  # fmt: skip
+    trainer.argv[2] = trainer.argv[2].replace("../notes", str(tmp_path / "notes"))
+    (tmp_path / "notes").touch()
+
+    def tick() -> None:
+        with Bank.open(config.bank_url) as bank:
+            bank.set_state(PHASE, FINISHED)
+
+    parts: list[Part] = []
+    with supervised(parts):
+        Roles(config, [trainer], actor(tmp_path, "rollout", "0", "stay"), parts).run(tick)
+    assert (tmp_path / "notes").read_text().split() == ["rollout"]
+
+
+# As a trainer rank: the command line of the product, and an error from inside.
+RANK = """
+import os, sys
+from megatron_async import cli, errors
+def ends(arguments):
+    with open(sys.argv[1], "a") as notes:
+        notes.write("trainer\\n")
+    raise getattr(errors, sys.argv[2])(f"rank {os.environ.get('RANK')} says: raise the frobnication")
+cli._doctor = ends
+raise SystemExit(cli.main(["doctor"]))
+"""
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def rank(folder: Path, error: str, *torchrun: str) -> Part:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    arguments = (str(script), str(folder / "notes"), error)
+    command = python_module(*torchrun, *arguments) if torchrun else [sys.executable, *arguments]
+    return Part("trainer", command, folder / "trainer.log")
+
+
+def test_a_message_for_the_user_comes_through_torchrun_and_ends_the_run(tmp_path: Path) -> None:
+    """torchrun ends with code 1 whatever its ranks end with. What an earlier start said is not believed."""
+    config = make(tmp_path)
+    (tmp_path / "trainer.error").write_text("of an earlier start")
+    trainer, rollout = rank(tmp_path, "UserError", *TORCHRUN), actor(tmp_path, "rollout", "stay")
+    parts: list[Part] = []
+    with supervised(parts), pytest.raises(PartFailed, match="(?s)exit code 1: rank [01] says: raise the frob.*its log"):
+        Roles(config, [trainer], rollout, parts).run()
+    assert restarts(config) == []
+
+
+def test_a_part_that_ends_because_another_did_is_started_again(tmp_path: Path) -> None:
+    config = make(tmp_path, max_restarts=1)
+    (tmp_path / "trainer.error").write_text("of an earlier start")
+    trainer, rollout = rank(tmp_path, "PartnerGone"), actor(tmp_path, "rollout", "stay", "stay")
+    parts: list[Part] = []
+    with supervised(parts), pytest.raises(PartFailed, match="exit code 2; its log"):
+        Roles(config, [trainer], rollout, parts).run()
+    assert restarts(config) == [("trainer", 2)]
+
+
+def test_the_part_that_says_why_is_named_and_not_the_one_that_heard_its_end_first(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    says = f'printf "raise the frobnication" > "${ERROR_FILE}"; touch {tmp_path}/said; exec sleep 60'
+    critic = Part("critic", ["sh", "-c", says], tmp_path / "critic.log")
+    waits = f"until [ -e {tmp_path}/said ]; do sleep 0.02; done; exit 1"
+    trainer = Part("trainer", ["sh", "-c", waits], tmp_path / "trainer.log")
+    parts: list[Part] = []
+    with supervised(parts), pytest.raises(PartFailed, match="critic .*raise the frobnication"):
+        Roles(config, [critic, trainer], actor(tmp_path, "rollout", "stay"), parts).run()
