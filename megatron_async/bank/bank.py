@@ -148,13 +148,16 @@ class Bank:
         """Groups that are not done, in the order they were started: those with too few members are completed first."""
         return self._read(groups.unfinished)
 
-    def close_group(self, group_id: str, *, keep: bool, reason: str = "group given up") -> int:
+    def close_group(
+        self, group_id: str, *, keep: bool, reason: str = "group given up", fewest: int = 1
+    ) -> int:
         """Let a group get no further members: the policy for one whose members keep failing.
 
         keep: train it as it is once its running members end (a batch then holds fewer than groups * group_size
-        trajectories). Otherwise its waiting members are filtered. Returns how many members wait for training.
+        trajectories), unless it has fewer than `fewest` that wait or run. Otherwise its waiting members are filtered.
+        Returns how many members wait for training.
         """
-        return self._write(lambda conn: groups.close(conn, group_id, keep, reason))
+        return self._write(lambda conn: groups.close(conn, group_id, fewest if keep else None, reason))
 
     def admitted(self) -> Admitted:
         """Counts for admission; accepted never falls except by stale and filtered trajectories."""

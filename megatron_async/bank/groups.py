@@ -124,14 +124,14 @@ def revive(conn: Connection, positions: Sequence[int]) -> None:
         adjust(conn, row, waiting=n - row.waiting, min_version=oldest, done=False)
 
 
-def close(conn: Connection, group_id: str, keep: bool, reason: str) -> int:
-    """See `Bank.close_group`."""
+def close(conn: Connection, group_id: str, fewest: int | None, reason: str) -> int:
+    """See `Bank.close_group`; fewest: None keeps none."""
     row = _locked(conn, groups.c.group_id == group_id)
     if row is None:
         raise BankError(f"no group {group_id!r} to close")
     if row.done:
         return 0
-    if keep and (row.waiting or row.running):
+    if fewest is not None and row.waiting + row.running >= max(fewest, 1):
         adjust(conn, row, closed=True)
         return int(row.waiting)
     move(conn, waiting(conn, [row.position]), State.FINISHED, State.FILTERED, reason=reason)

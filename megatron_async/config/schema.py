@@ -184,7 +184,13 @@ class RolloutConfig:
     trajectory_deadline_s: float = 1800.0
     """Longest life of a trajectory. Then it fails and its place is given to another."""
     max_retries: int = 3
-    """Attempts for a request to an engine that failed, before the trajectory counts as failed."""
+    """How often a request to an engine that failed is repeated before the trajectory counts as failed, and how often a
+    trajectory that failed is played again (see `partial_groups`)."""
+    partial_groups: Literal["drop", "keep"] = "drop"
+    """What becomes of a group one of whose members failed `max_retries` + 1 times. drop: it is given up at once, with
+    the members that finished. keep: the others go on, and it is trained with those that finish, at least 2 where the
+    estimator compares the members of a group; the batch is smaller then, and members that fail more often the longer
+    they get make the groups that are left shorter."""
     poll_s: float = 0.1
     """Seconds between two looks at the bank for a new version or free capacity. Smaller reacts faster, asks more."""
     flush_s: float = 2.0

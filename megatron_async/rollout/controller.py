@@ -4,8 +4,8 @@ Invariants
 - A group is started only when `StalenessAdmission` has room for all its members; running and waiting trajectories,
   those of the step in progress included, are counted.
 - At most `rollout.concurrency` episodes run; members of an admitted group wait for their turn.
-- Every group that was started either completes or is given up and counted; its room is free again either way. Nothing
-  that happens to one group stops another.
+- Every group that was started completes, or is kept without members that failed too often (`rollout.partial_groups`),
+  or is given up and counted; its room is free again in any case. Nothing that happens to one group stops another.
 - A failed attempt is repeated under a budget, as a new trajectory; it is never a reward.
 - The prompt cursor and every group are in the bank before the first token is sampled: a restarted rollout completes
   the groups that were open and goes on with unused prompts. Episodes that were under way go on after what was written
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.config.methods import ADVANTAGES
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
@@ -74,7 +75,8 @@ class _MemberFailed(Exception):
 
 @dataclass(slots=True)
 class _Group:
-    """A group in play. start_version: oldest version that may have sampled one of its tokens."""
+    """A group in play. start_version: oldest version that may have sampled one of its tokens. failures: why members
+    were given up while the others went on."""
 
     group_id: str
     task: Task
@@ -83,6 +85,7 @@ class _Group:
     started: float
     playing: set[str] = field(default_factory=set)
     finished_lengths: list[int] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
 
 class RolloutController:
@@ -335,10 +338,24 @@ class RolloutController:
         except* _MemberFailed as failures:
             await self._give_up(group, str(_first_leaf(failures)))
         else:
-            self.counters.groups_finished += 1
-            self._record("group", group.start_version, group.started)
+            if not group.failures or await self._keep_part(group):
+                self.counters.groups_finished += 1
+                self._record("group", group.start_version, group.started)
         del self._groups[group.group_id]
         self._news.set()
+
+    async def _keep_part(self, group: _Group) -> bool:
+        """Have a group trained without the members that were given up; False when too few are left, and it is too."""
+        estimator = ADVANTAGES[self.config.advantage.name]
+        fewest = min(2, self.config.batch.group_size) if estimator.needs_group else 1
+        reason = group.failures[0]
+        if not await self._ledger.keep_part(group.group_id, fewest, reason):
+            await self._give_up(group, f"fewer than {fewest} of its members finished: {reason}")
+            return False
+        logger.warning("group %s is kept without %d members: %s", group.group_id, len(group.failures), reason)
+        self.counters.groups_partial += 1
+        self._unseen += len(group.failures)
+        return True
 
     async def _give_up(self, group: _Group, reason: str) -> None:
         logger.warning("group %s is given up: %s", group.group_id, reason)
@@ -347,7 +364,8 @@ class RolloutController:
         self._unseen += group.size - len(group.finished_lengths)
 
     async def _play_member(self, group: _Group, trajectory: Trajectory) -> None:
-        """Play until an attempt finishes; raises _MemberFailed when none of them did."""
+        """Play until an attempt finishes. When none of them did, that is noted where partial groups are kept; else it
+        raises _MemberFailed, which ends the group."""
         attempts = 1 + self.config.rollout.max_retries
         for attempt in range(attempts):
             if attempt:
@@ -370,10 +388,13 @@ class RolloutController:
                 self._unseen += 1
                 self._news.set()
                 return
-        raise _MemberFailed(
+        reason = (
             f"{attempts} attempts of one member failed (rollout.max_retries={attempts - 1}); the last one: "
             f"{trajectory.info.get('ending')}: {trajectory.info.get('failure', trajectory.status)}"
         )
+        if self.config.rollout.partial_groups == "drop":
+            raise _MemberFailed(reason)
+        group.failures.append(reason)
 
     async def _play(self, task: Task, trajectory: Trajectory) -> None:
         async with self._slots:
@@ -461,7 +482,8 @@ def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 def main(config: RunConfig) -> int:
     """`megatron-async rollout`: roll out against the engines of the run's folder until the run is finished.
 
-    SIGINT and SIGTERM stop it: running episodes are given up, finished ones are in the bank. Returns the exit code.
+    SIGINT and SIGTERM stop it: running episodes are written down for the next rollout to go on with (with
+    `rollout.flush_s: 0` they are given up), finished ones are in the bank. Returns the exit code.
     """
     return asyncio.run(_main(config))
 

@@ -28,9 +28,10 @@ class RolloutCounters:
 
     finished: trajectories with status ok or truncated. failed: the others, by kind (the episode's `ending`).
     retried: attempts made again. continued, restarted: episodes that a killed rollout left under way, and that went on
-    where they were or began anew. groups_finished, groups_abandoned: groups all of whose members finished; groups given
-    up because a member failed too often. consecutive_abandoned: since a trajectory last finished. generated_tokens:
-    tokens sampled, those of failed attempts included. lengths: kept and dropped lengths.
+    where they were or began anew. groups_finished: groups that may be trained; groups_partial: those of them that lack
+    members. groups_abandoned: groups given up because a member failed too often. consecutive_abandoned: since a
+    trajectory last finished. generated_tokens: tokens sampled, those of failed attempts included. lengths: kept and
+    dropped lengths.
     """
 
     finished: int = 0
@@ -39,6 +40,7 @@ class RolloutCounters:
     continued: int = 0
     restarted: int = 0
     groups_finished: int = 0
+    groups_partial: int = 0
     groups_abandoned: int = 0
     consecutive_abandoned: int = 0
     generated_tokens: int = 0
@@ -95,6 +97,7 @@ class RolloutCounters:
             "continued": self.continued,
             "restarted": self.restarted,
             "groups_finished": self.groups_finished,
+            "groups_partial": self.groups_partial,
             "groups_abandoned": self.groups_abandoned,
             "staleness_mean": float(np.mean([mean for mean, _ in gaps])) if gaps else 0.0,
             "staleness_max": float(max((worst for _, worst in gaps), default=0)),

@@ -148,6 +148,10 @@ class Ledger:
 
         await self._call(work)
 
+    async def keep_part(self, group: str, fewest: int, reason: str) -> bool:
+        """Have a group trained with the members that finished, if there are at least `fewest`."""
+        return await self._call(lambda: self._bank.close_group(group, keep=True, reason=reason, fewest=fewest) > 0)
+
     async def asked_to_write_down(self) -> str | None:
         """The trainer's question for partial trajectories, None when there is none that was not answered."""
 

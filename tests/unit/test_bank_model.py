@@ -128,16 +128,16 @@ class BankMachine(RuleBasedStateMachine):
         for group in self.groups.values():
             group.retire_if_empty()
 
-    @rule(pick=st.integers(1, 4), keep=st.booleans())
-    def close_group(self, pick: int, keep: bool) -> None:
+    @rule(pick=st.integers(1, 4), keep=st.booleans(), fewest=st.integers(1, 2))
+    def close_group(self, pick: int, keep: bool, fewest: int) -> None:
         if pick > len(self.groups):
             return
         group_id, group = list(self.groups.items())[-pick]
-        self.bank.close_group(group_id, keep=keep)
+        self.bank.close_group(group_id, keep=keep, fewest=fewest)
         if group.done:
             return
         group.closed = True
-        if not keep or not (group.having("finished") or group.having("running")):
+        if not keep or len(group.having("finished")) + len(group.having("running")) < fewest:
             for member in group.having("finished"):
                 member.state = "filtered"
             group.done = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,6 +223,37 @@ def test_a_group_whose_member_keeps_failing_is_given_up_and_stops_nobody(tmp_pat
                 assert {t.task["index"] % 2 for batch in trainer.batches for t in batch} == {0}
                 assert max(trainer.gaps) <= config.rollout.max_staleness
                 assert controller.counters.lengths.dropped >= 8
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("estimator", "fewest"), [("grpo", 2), ("batch_mean", 1)])
+def test_partial_groups_are_trained_where_that_is_asked_for(tmp_path: Path, estimator: str, fewest: int) -> None:
+    """Of three members, index % 4 fail for good: groups of fewer than two say nothing relative to the group."""
+    made: Counter[int] = Counter()
+
+    def make(task: Task) -> ScriptedEnvironment:
+        index = task.data["index"]
+        made[index] += 1
+        fails = made[index] <= index % 4
+        return ScriptedEnvironment(at={"reset": KeyError("broken member")} if fails else {})
+
+    async def scenario() -> None:
+        config = make_config(tmp_path, max_retries=0, partial_groups="keep")
+        config = replace(
+            config, batch=replace(config.batch, group_size=3), advantage=replace(config.advantage, name=estimator)
+        )
+        with open_bank(config) as bank:
+            async with ScriptedEngine(4) as engine:
+                controller, trainer = await play(config, bank, engine, lambda c, t: t.train(5), ScriptedSource(make))
+                sizes = Counter((t.group_id, t.task["index"] % 4) for batch in trainer.batches for t in batch)
+                assert {(failing, size) for (_, failing), size in sizes.items()} == {
+                    (failing, 3 - failing) for failing in range(4) if 3 - failing >= fewest
+                }
+                assert all(len({t.group_id for t in batch}) == 2 for batch in trainer.batches)
+                counters = controller.counters
+                assert counters.groups_partial > 0 and counters.groups_abandoned > 0
+                assert max(trainer.gaps) <= config.rollout.max_staleness
 
     asyncio.run(scenario())
 
