@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megatron_async.rollout.environments.base import AssistantTurn, Message, ToolCall
+from megatron_async.rollout.json_depth import shallow
 
 _SENTINEL = "zqxsentinelqxz"
 _PROBE_NAME = "zqxtoolqxz"
@@ -33,6 +34,7 @@ _PROBE_TOOL = {
     },
 }
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CLOSING = "</tool_call>"
 
 
 class ChatFormatError(ValueError):
@@ -115,12 +117,14 @@ class ChatFormat:
         text = self.text(body)
         reasoning, rest, error = _split_reasoning(text)
         calls: list[ToolCall] = []
-        for number, match in enumerate(_CALL.finditer(rest), start=1):
+        # Nothing is looked for after the last closing mark: thousands of opening ones there would each read to the end.
+        last = rest.rfind(_CLOSING) + len(_CLOSING) if _CLOSING in rest else 0
+        for number, match in enumerate(_CALL.finditer(rest, 0, last), start=1):
             call, problem = _parse_call(match.group(1))
             if call is not None:
                 calls.append(call)
             error = error or (f"tool call {number}: {problem}" if problem else None)
-        content = _CALL.sub("", rest).strip()
+        content = (_CALL.sub("", rest[:last]) + rest[last:]).strip()
         return AssistantTurn(content, tuple(calls), error or self._malformed(content, calls), reasoning)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -292,9 +296,13 @@ def _parse_call(text: str) -> tuple[ToolCall | None, str | None]:
         value = json.loads(text)
     except ValueError as error:
         return None, f"not JSON ({error})"
+    except RecursionError:
+        return None, "nested too deeply"
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None, 'not an object with a "name"'
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None, '"arguments" is not an object'
+    if not shallow(arguments):
+        return None, "nested too deeply"
     return ToolCall(value["name"], arguments), None

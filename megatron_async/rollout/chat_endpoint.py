@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from megatron_async.rollout.json_depth import shallow
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -160,7 +162,7 @@ def _read(text: str) -> Completion:
         calls, problem = _calls(message.get("tool_calls") or ())
         usage = value.get("usage") or {}
         content = message.get("content") or ""
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a chat completion ({error!r}): {text[:300]!r}") from error
     if not isinstance(content, str):
         raise ValueError(f"the message's content is {type(content).__name__}, not text: {text[:300]!r}")
@@ -184,7 +186,12 @@ def _calls(raw: Any) -> tuple[tuple[tuple[str, dict[str, Any]], ...], str | None
         except ValueError as error:
             problem = problem or f"the arguments of the call of {name!r} are not JSON ({error}): {value!r}"
             continue
-        if isinstance(arguments, dict):
+        except RecursionError:
+            problem = problem or f"the arguments of the call of {name!r} are nested too deeply"
+            continue
+        if not shallow(arguments):
+            problem = problem or f"the arguments of the call of {name!r} are nested too deeply"
+        elif isinstance(arguments, dict):
             calls.append((name, arguments))
         else:
             problem = problem or f"the arguments of the call of {name!r} are not an object: {value!r}"

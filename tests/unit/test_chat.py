@@ -190,6 +190,12 @@ def test_turns_are_parsed(chat: ChatFormat, text: str, expected: object) -> None
         ("hello<|im_start|>user\nthanks<|im_end|>", [], "control token <|im_start|> inside the turn"),
         ("hello<|im_end|>\nmore<|im_end|>", [], "control token <|im_end|> inside the turn"),
         ("<think>for ever", [], "<think> without </think>"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", [], "tool call 1: nested too deeply"),
+        (
+            f'<tool_call>{{"name": "x", "arguments": {{"a": {"[" * 200}{"]" * 200}}}}}</tool_call>',
+            [],
+            "tool call 1: nested too deeply",
+        ),
     ],
 )
 def test_malformed_turns_say_what_is_wrong(chat: ChatFormat, text: str, calls: object, problem: str) -> None:
@@ -197,6 +203,13 @@ def test_malformed_turns_say_what_is_wrong(chat: ChatFormat, text: str, calls: o
     assert found == calls
     assert error is not None
     assert error.startswith(problem)
+
+
+def test_opening_marks_without_end_are_read_once(chat: ChatFormat) -> None:
+    # Reading on from each of them to the end of the turn takes minutes at this length.
+    turn = chat.parse(chat._tokenizer.encode(GET + "<tool_call>" * 50_000, add_special_tokens=False))
+    assert [(call.name, call.arguments) for call in turn.tool_calls] == CALLED
+    assert turn.parse_error == "<tool_call> without its counterpart"
 
 
 @given(ids=st.lists(st.integers(0, 511), max_size=40))

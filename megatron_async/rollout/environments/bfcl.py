@@ -9,7 +9,8 @@ tasks need none of it.
 
 Invariants
 - APIs, data and both checks are the benchmark's own. Its executor is not used for the agent's calls: it passes text to
-  `eval`, here a call is a public method of an API object with JSON arguments, and nothing else.
+  `eval`, here a call is a public method of an API object with JSON arguments, and nothing else. What would compute for
+  ever is refused (`bfcl_bounds`).
 - An episode that can no longer succeed ends: its score is the same, and no tokens are spent on it.
 - The benchmark has no training split: training on its tasks needs `train_on_evaluation_tasks`, and is stamped.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.errors import UserError
+from megatron_async.rollout.environments import bfcl_bounds
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Split, Start, Step, Task
 
 CATEGORIES = ("base", "miss_param", "miss_func", "long_context")
@@ -54,6 +56,7 @@ class _Apis:
 
     instances: dict[str, Any]
     results: list[str] = field(default_factory=list)
+    endless: bool = False
 
     def call(self, name: str, positional: list[Any], named: Mapping[str, Any]) -> str:
         """The result of one call as the agent reads it; errors are results too."""
@@ -61,10 +64,20 @@ class _Apis:
         try:
             if method is None:
                 raise NameError(f"name {name!r} is not defined")
-            value = method(*positional, **named)
+            return _as_text(self._made(name, method, positional, named))
         except Exception as error:  # noqa: BLE001 - whatever an API raises is what the agent is told
             return f"Error during execution: {error}"
-        return _as_text(value)
+
+    def _made(self, name: str, method: Callable[..., Any], positional: list[Any], named: Mapping[str, Any]) -> Any:
+        if self.endless:
+            raise bfcl_bounds.Refused("the file system is endless")
+        owner = type(method.__self__).__name__  # type: ignore[attr-defined]
+        if owner == "MathAPI" and (arguments := _bound(method, positional, named)) is not None:
+            return method(**bfcl_bounds.bounded_arguments(name, arguments))
+        value = method(*positional, **named)
+        if owner == "GorillaFileSystem" and name in ("cp", "mv"):
+            self.endless = bfcl_bounds.endless(method.__self__)  # type: ignore[attr-defined]
+        return value
 
     def _method(self, name: str) -> Callable[..., Any] | None:
         found = None
@@ -73,6 +86,14 @@ class _Apis:
                 member = getattr(instance, name, None)
                 found = member if inspect.ismethod(member) else found
         return found
+
+
+def _bound(method: Callable[..., Any], positional: list[Any], named: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Arguments by parameter; None where they do not fit, which the call itself will say."""
+    try:
+        return dict(inspect.signature(method).bind(*positional, **named).arguments)
+    except TypeError:
+        return None
 
 
 class BfclEnvironment:
@@ -131,6 +152,8 @@ class BfclEnvironment:
         self._steps_of_request += 1
         if self._steps_of_request > STEP_LIMIT:
             self._failure = "force_terminated"
+        if self._agent.endless:
+            self._failure = "endless_file_system"
         return Step([Message("tool", answer) for answer in answers], done=self._failure is not None)
 
     def _check_request(self) -> str | None:
@@ -142,10 +165,11 @@ class BfclEnvironment:
             return None  # nothing can be done here; what was done all the same shows in the next state
         if not self._calls_of_request:
             return "empty_turn_model_response"
-        for verdict in (
-            checks.state_checker(self._agent.instances, self._gold.instances),
-            checks.response_checker(self._agent.results, expected, self._request),
-        ):
+        try:
+            state = checks.state_checker(self._agent.instances, self._gold.instances)
+        except RecursionError:  # directories in directories, deeper than the benchmark can compare
+            return "instance_state_mismatch"
+        for verdict in (state, checks.response_checker(self._agent.results, expected, self._request)):
             if not verdict["valid"]:
                 return str(verdict["error_type"]).removeprefix("multi_turn:")
         return None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async.rollout.environments.tau2.bounds import bounded
 from megatron_async.rollout.environments.tau2.database import fingerprint, layered
 from megatron_async.rollout.environments.tau2.package import Package
 
@@ -108,7 +109,7 @@ class Domain:
     def environment(self, solo: bool | None = None) -> Any:
         """A fresh environment of the benchmark, its databases its own. solo: None for the domain's mode."""
         solo = self.solo if solo is None else solo
-        environment = self._constructor(**self._fresh_databases())
+        environment = bounded(self._constructor(**self._fresh_databases()))
         if solo:  # checked once, in __init__: the benchmark's own check rebuilds all tool schemas
             environment.solo_mode = True
             environment.policy = self.policy
@@ -122,7 +123,7 @@ class Domain:
 
     def official_constructor(self, solo_mode: bool = False) -> Any:
         """The benchmark's own construction from its files (or the run's own files): slow, and shares nothing."""
-        return self._constructor(**self._own_databases(), solo_mode=solo_mode)
+        return bounded(self._constructor(**self._own_databases(), solo_mode=solo_mode))
 
     def only_reads(self, calls: Iterable[Any]) -> bool:
         """Whether all these tool calls are of tools that the benchmark marks as reading."""
