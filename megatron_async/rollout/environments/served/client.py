@@ -2,29 +2,22 @@
 
 Invariants
 - The interface is that of environments in this process: the agent loop cannot tell them apart.
-- A process that died fails the episodes it held (`EnvironmentFailure`, with the end of its log), and is started again
-  when the next one is asked for.
+- A process that died or stands still fails the episodes it held (`EnvironmentFailure`, with the end of its log), and is
+  started again when the next one is asked for.
+- Nothing that an event loop calls waits for the process, but for a task that was not fetched yet (`tasks_ahead`).
 - The other Python sees our package and its own packages, none of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
-import os
-import shutil
 import socket
-import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import megatron_async
-from megatron_async.errors import UserError
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     EnvironmentFailure,
@@ -35,6 +28,8 @@ from megatron_async.rollout.environments.base import (
     Task,
     TaskSource,
 )
+from megatron_async.rollout.environments.served import process as processes
+from megatron_async.rollout.environments.served.process import EnvironmentProcess
 from megatron_async.rollout.environments.served.protocol import (
     LINE_LIMIT,
     as_json,
@@ -44,87 +39,10 @@ from megatron_async.rollout.environments.served.protocol import (
     start_from,
     step_from,
 )
+from megatron_async.rollout.environments.served.tasks_ahead import TasksAhead
 
-START_S = 120.0
-"""Longest wait for the process to listen: the import of an interpreter and our package on a loaded machine."""
 CALL_S = 900.0
 """Longest wait for tasks or a report; calls of an episode have the agent loop's deadlines."""
-_POLL_S = 0.02
-_LOG_TAIL = 2000
-
-
-class EnvironmentProcess:
-    """One process of environments, started when first needed."""
-
-    def __init__(self, python: str) -> None:
-        """python: path of the interpreter. Raises UserError when there is none."""
-        if shutil.which(python) is None:
-            raise UserError(f"environment.options.python={python!r}: no such interpreter")
-        self.python = python
-        self._folder = Path(tempfile.mkdtemp(prefix="environments-"))  # mode 0700
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
-        # Our package alone: the folder it lies in may hold the very packages that clash.
-        (self._folder / "megatron_async").symlink_to(Path(megatron_async.__file__).parent)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._starting = threading.Lock()
-        self._number = 0
-
-    @property
-    def path(self) -> str:
-        """The socket of the process that runs now."""
-        return str(self._folder / f"{self._number}.sock")
-
-    def ensure(self) -> str:
-        """The path of the socket; starts the process if there is none. EnvironmentFailure if it does not come up."""
-        with self._starting:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-        return self.path
-
-    def died(self) -> EnvironmentFailure:
-        """The error that says how the connection was lost."""
-        status = None if self._process is None else self._process.poll()
-        state = "closed the connection" if status is None else f"ended with status {status}"
-        return EnvironmentFailure(
-            f"the process of environments ({self.python}) {state}; its log ends:\n{self._log()}"
-        )
-
-    def stop(self) -> None:
-        """End the process; the next call starts another."""
-        if self._process is not None and self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            self._process.wait(60)
-
-    def _start(self) -> None:
-        self._number += 1
-        environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [self.python, "-m", "megatron_async.rollout.environments.served.server", self.path],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-            )
-        deadline = time.monotonic() + START_S
-        while not self._listens():
-            if self._process.poll() is not None:
-                raise self.died()
-            if time.monotonic() > deadline:
-                raise EnvironmentFailure(
-                    f"the process of environments ({self.python}) does not listen after {START_S:g} s; its log ends:\n"
-                    f"{self._log()}"
-                )
-            time.sleep(_POLL_S)
-
-    def _listens(self) -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            return probe.connect_ex(self.path) == 0
-
-    def _log(self) -> str:
-        log = self._folder / "log"
-        return log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
 
 
 @functools.cache
@@ -144,13 +62,23 @@ class ServedTasks:
         self.size: int | None = opened["size"]
         self._labels: dict[str, str] = opened["labels"]
         self._process, self._asked = process, dict(asked)
-        self._known: dict[int, Task] = {}
+        self._ahead = TasksAhead(self.size, self._fetch)
+
+    def _fetch(self, start: int, count: int) -> list[dict[str, Any]]:
+        request = {"call": "tasks_from", "start": start, "count": count}
+        items: list[dict[str, Any]] = _ask(self._process, self._asked, request)
+        return items
 
     def task(self, index: int) -> Task:
-        """Task `index`; IndexError past the end."""
-        if index not in self._known:
-            self._known[index] = Task(**_ask(self._process, self._asked, {"call": "task", "index": index}))
-        return self._known[index]
+        """Task `index`; IndexError past the end, EnvironmentFailure if the process fails twice in a row."""
+        return Task(**self._ahead.item(index)["task"])
+
+    def replayable(self, task: Task) -> bool:
+        """Whether the source says that environments of this task can be played again."""
+        for item in self._ahead.known():
+            if item["task"]["task_id"] == task.task_id:
+                return bool(item["replayable"])
+        return bool(_ask(self._process, self._asked, {"call": "replayable", "task": as_json(task)}))
 
     def labels(self) -> dict[str, str]:
         """What the source says that is unusual about it; empty if it says nothing."""
@@ -194,25 +122,53 @@ def serve_tasks(python: str, target: str, options: Mapping[str, Any], split: Spl
 def _ask(
     process: EnvironmentProcess, asked: Mapping[str, Any], request: Mapping[str, Any] | None = None
 ) -> Any:
-    """One call about tasks, blocking, over a connection of its own; None asks for the source itself."""
+    """One call about tasks, blocking, over a connection of its own; None asks for the source itself.
+
+    EnvironmentFailure if the process dies, stands still, or has not answered after `CALL_S`; it is then replaced.
+    """
+    path, number = process.ensure()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(CALL_S)
+        connection.settimeout(processes.WATCH_S)
+        waiting = _Waiting(process, number, time.monotonic() + CALL_S)
         try:
-            connection.connect(process.ensure())
-            with connection.makefile("rwb") as stream:
-                result = None
-                for message in ({"call": "tasks", **asked}, request):
-                    if message is None:
-                        continue
-                    stream.write(encode(message))
-                    stream.flush()
-                    line = stream.readline()
-                    if not line:
-                        raise process.died()
-                    result = result_of(decode(line), process.python)
-                return result
-        except ConnectionError as error:
-            raise process.died() from error
+            connection.connect(path)
+            result = None
+            for message in ({"call": "tasks", **asked}, request):
+                if message is not None:
+                    connection.sendall(encode(message))
+                    result = result_of(decode(waiting.line(connection)), process.python)
+            return result
+        except (ConnectionError, FileNotFoundError, TimeoutError) as error:
+            process.lives(number)
+            raise process.died(number) from error
+
+
+class _Waiting:
+    """Waits for answers of one process for as long as it lives."""
+
+    def __init__(self, process: EnvironmentProcess, number: int, deadline: float) -> None:
+        self._process, self._number, self._deadline = process, number, deadline
+
+    def line(self, connection: socket.socket) -> bytes:
+        """The next line of the connection. EnvironmentFailure if none comes."""
+        received = bytearray()
+        while not received.endswith(b"\n"):
+            try:
+                part = connection.recv(2**16)
+            except TimeoutError:
+                self._check()
+                continue
+            if not part:
+                raise self._process.died(self._number)
+            received += part
+        return bytes(received)
+
+    def _check(self) -> None:
+        if time.monotonic() > self._deadline:
+            self._process.kill(self._number, f"did not answer in {CALL_S:g} s and was killed")
+        elif self._process.lives(self._number):
+            return
+        raise self._process.died(self._number)
 
 
 class ServedEnvironment:
@@ -221,13 +177,15 @@ class ServedEnvironment:
     def __init__(self, process: EnvironmentProcess, asked: Mapping[str, Any], task: Task) -> None:
         self._process, self._asked, self._task = process, dict(asked), task
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._number = 0
 
     async def reset(self) -> Start:
-        path = await asyncio.to_thread(self._process.ensure)
+        path, self._number = await asyncio.to_thread(self._process.ensure)
         try:
             self._streams = await asyncio.open_unix_connection(path, limit=LINE_LIMIT)
         except OSError as error:
-            raise self._process.died() from error
+            self._process.check_soon(self._number)
+            raise self._process.died(self._number) from error
         await self._call("tasks", **self._asked)
         await self._call("environment", task=as_json(self._task))
         return start_from(await self._call("reset"))
@@ -251,9 +209,23 @@ class ServedEnvironment:
         try:
             writer.write(encode({"call": name, **values}))
             await writer.drain()
-            line = await reader.readline()
+            line = await self._line(reader)
         except ConnectionError as error:
-            raise self._process.died() from error
+            raise self._process.died(self._number) from error
         if not line:
-            raise self._process.died()
+            raise self._process.died(self._number)
         return result_of(decode(line), self._process.python)
+
+    async def _line(self, reader: asyncio.StreamReader) -> bytes:
+        """The answer. The process is watched while it is awaited, and once more when nobody awaits it any longer."""
+        answer = asyncio.ensure_future(reader.readline())
+        try:
+            while not answer.done():
+                await asyncio.wait({answer}, timeout=processes.WATCH_S)
+                if not answer.done():
+                    self._process.check_soon(self._number)  # kills it if it stands still, which ends the connection
+            return answer.result()
+        except asyncio.CancelledError:
+            answer.cancel()
+            self._process.check_soon(self._number)
+            raise

@@ -9,17 +9,22 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import json
 import logging
+import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_async.rollout.environments.base import (
     Environment,
     LabelledTaskSource,
+    ReplayableTaskSource,
     ReportingTaskSource,
     Task,
     TaskSource,
@@ -35,6 +40,9 @@ from megatron_async.rollout.environments.served.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+
+GRACE_S = 60.0
+"""How long environments may take to close once the process that started this one is gone."""
 
 
 class Sources:
@@ -90,13 +98,17 @@ class Connection:
             return failure(error)
 
     async def _call(self, name: str, request: dict[str, Any]) -> Any:
+        if name == "ping":  # a sign of life: the event loop goes round
+            return None
         if name == "tasks":
             self._source = await self._sources.get(request)
             return _description(self._source)
         if self._source is None:
             raise ValueError(f"{name}: a connection begins with `tasks`")
-        if name == "task":
-            return as_json(self._source.task(request["index"]))
+        if name == "tasks_from":
+            return _tasks(self._source, request["start"], request["count"])
+        if name == "replayable":
+            return _replayable(self._source, Task(**request["task"]))
         if name == "environment":
             self._environment = self._source.environment(Task(**request["task"]))
             return None
@@ -129,6 +141,21 @@ def _description(source: TaskSource) -> dict[str, Any]:
     }
 
 
+def _tasks(source: TaskSource, start: int, count: int) -> list[dict[str, Any]]:
+    tasks = []
+    for index in range(start, start + count):
+        try:
+            task = source.task(index)
+        except IndexError:
+            break
+        tasks.append({"task": as_json(task), "replayable": _replayable(source, task)})
+    return tasks
+
+
+def _replayable(source: TaskSource, task: Task) -> bool:
+    return isinstance(source, ReplayableTaskSource) and source.replayable(task)
+
+
 def _report(source: TaskSource, request: Mapping[str, Any]) -> dict[str, Any]:
     assert isinstance(source, ReportingTaskSource)
     outcomes = [outcome_from(outcome) for outcome in request["outcomes"]]
@@ -143,12 +170,20 @@ async def serve(socket: str) -> None:
         await Connection(sources).serve(reader, writer)
 
     server = await asyncio.start_unix_server(connected, socket, limit=LINE_LIMIT)
-    parent = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(parent), sys.stdin
-    )
+    ended = asyncio.Event()
+    end = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
+    threading.Thread(target=_end_with_parent, args=(end,), daemon=True).start()
     async with server:
-        await parent.read()
+        await ended.wait()
+
+
+def _end_with_parent(end: Callable[[], Any]) -> None:
+    """In a thread: an event loop that stands still does not see that nobody needs it any more."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    end()
+    time.sleep(GRACE_S)
+    os._exit(1)
 
 
 def main() -> None:
