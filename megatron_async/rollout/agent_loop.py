@@ -27,11 +27,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_async.rollout.blocking import Timed, report
+from megatron_async.rollout import environment_calls
+from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     Environment,
-    EnvironmentFailure,
     Message,
 )
 from megatron_async.rollout.episode_limits import EpisodeLimits
@@ -84,15 +84,6 @@ class Chat(Protocol):
     def observation_ids(self, messages: list[Message], *, closed: bool = True) -> list[int]: ...
 
     def parse(self, ids: list[int]) -> AssistantTurn: ...
-
-
-class EpisodeFailure(Exception):
-    """Ends an episode without a reward. kind: short name that is counted; the message says what happened."""
-
-    def __init__(self, status: Status, kind: str, message: str) -> None:
-        self.status = status
-        self.kind = kind
-        super().__init__(message)
 
 
 class ReplayDiverged(Exception):
@@ -175,7 +166,7 @@ async def run_episode(
         )
         logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
     finally:
-        await _close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
+        await environment_calls.close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
     info = {"ending": ending.kind, **ending.info, **progress.as_info()}
     trajectory.finish(ending.status, ending.reward, info)
     return trajectory
@@ -202,15 +193,6 @@ async def _within_life(episode: _Episode, deadline_s: float) -> _Ending:
             f"not finished after {deadline_s:g} s (rollout.trajectory_deadline_s) while waiting for "
             f"{episode.progress.waiting_for}",
         ) from None
-
-
-async def _close(environment: Environment, trajectory_id: str, deadline_s: float) -> None:
-    """Close the environment; the episode's outcome stands, so a failure here is only reported."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            await environment.close()
-    except Exception:
-        logger.exception("trajectory %s: the environment failed to close", trajectory_id)
 
 
 class _Episode:
@@ -300,12 +282,7 @@ class _Episode:
         self.trajectory.append_context(ids)
 
     def _observation_ids(self, messages: list[Message], said: list[int]) -> list[int]:
-        if not messages:
-            raise EpisodeFailure(
-                Status.ENVIRONMENT_ERROR,
-                "no_observation",
-                "step returned neither messages nor done: the policy has nothing to answer",
-            )
+        environment_calls.check_observation(messages)
         return self.chat.observation_ids(messages, closed=said[-1:] == [self.chat.turn_end_id])
 
     async def _reward(self, status: Status, kind: str) -> _Ending:
@@ -317,25 +294,14 @@ class _Episode:
         self.progress.waiting_for = f"environment.{what}"
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self.limits.turn_deadline_s) as deadline:
-                return await Timed(call, lambda seconds: self._blocked(what, seconds))
-        except EnvironmentFailure as error:
-            message = f"{what}: {error}"
-            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", message) from error
-        except Exception as error:  # environments are users' code: their bugs are failures of the environment
-            if deadline.expired():
-                limit = f"{self.limits.turn_deadline_s:g} s (rollout.turn_deadline_s)"
-                message = f"{what} gave no answer in {limit}"
-                raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_timeout", message) from error
-            logger.exception("the environment raised in %s", what)
-            message = f"{what} raised {type(error).__name__}: {error}"
-            raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_exception", message) from error
+            return await environment_calls.ask(
+                self.environment, what, call, self.limits.turn_deadline_s, self._blocked
+            )
         finally:
             self.progress.environment_s += time.monotonic() - started
 
-    def _blocked(self, what: str, seconds: float) -> None:
+    def _blocked(self, seconds: float) -> None:
         self.progress.blocked_s += seconds
-        report(self.environment, what, seconds)
 
     # ------------------------------------------------------------------ one turn of the policy
 
