@@ -20,6 +20,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.fleet import fleet
 from megatron_async.observe import RunFiles
+from megatron_async.observe.rows import finite
 from megatron_async.rollout import evaluation
 from megatron_async.rollout.chat_endpoint import EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
@@ -114,5 +115,6 @@ def _checkpoint(config: RunConfig, folder: Path) -> EvaluationResult:
 
 def _write(result: EvaluationResult, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluation.json").write_text(json.dumps(result.as_dict(), indent=1), encoding="utf-8")
+    written = json.dumps(finite(result.as_dict()), indent=1, allow_nan=False)
+    (folder / "evaluation.json").write_text(written, encoding="utf-8")
     (folder / "evaluation.md").write_text(describe(result), encoding="utf-8")

@@ -6,6 +6,7 @@ run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from megatron_async import config as configuration
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, PUBLISHED, RESUMING, TRAINING
-from megatron_async.claim import CLAIM_FILE, claimed
+from megatron_async.claim import CLAIM_FILE, InUse, claimed
 from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine_key import read_key
@@ -30,6 +31,7 @@ from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.evaluation import evaluate_engines
+from megatron_async.rollout.evaluation_statistics import EvaluationResult
 from megatron_async.router import router
 from megatron_async.silence import Silence
 from megatron_async.supervise import (
@@ -41,6 +43,8 @@ from megatron_async.supervise import (
     watch,
 )
 from sglang_bridge import BridgeError
+
+logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 130
 """Exit code after Ctrl-C, as shells use it."""
@@ -297,7 +301,29 @@ def trainer_part(config: RunConfig, files: RunFiles, lead: str = "") -> Part:
 
 
 def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]) -> None:
-    """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile."""
+    """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile.
+
+    A folder of results that cannot be used is no reason to end a job: another one is taken where a command evaluates
+    the same run, and where files fail the evaluation is left out and told.
+    """
     say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
-    result = evaluate_engines(config, urls, *ticks)
+    try:
+        result = _evaluated(config, urls, step, *ticks)
+    except (OSError, ExceptionGroup) as error:
+        if isinstance(error, ExceptionGroup) and error.split(OSError)[1] is not None:
+            raise
+        say(f"the evaluation after {step} steps failed ({error!r}); `megatron-async evaluate` repeats it")
+        logger.warning("the evaluation after %d steps failed", step, exc_info=error)
+        return
     append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})
+
+
+def _evaluated(
+    config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]
+) -> EvaluationResult:
+    try:
+        return evaluate_engines(config, urls, *ticks)
+    except InUse as error:
+        own = RunFiles(config.run_path).evaluation / f"after_{step}_steps"
+        say(f"{error}\nThis job's results go to {own}")
+        return evaluate_engines(config, urls, *ticks, folder=own)

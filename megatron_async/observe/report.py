@@ -175,7 +175,8 @@ def _success(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     episodes = f" ({row['tasks']} tasks)" if "tasks" in row else ""
-    return f"{100 * row['success_rate']:.1f} % ± {100 * row['stderr']:.1f}{episodes}"
+    error = "" if row["stderr"] is None else f" ± {100 * row['stderr']:.1f}"  # of a single task it is unknown
+    return f"{100 * row['success_rate']:.1f} %{error}{episodes}"
 
 
 def _first_and_last(values: list[float], count: int) -> str:

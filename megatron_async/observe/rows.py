@@ -15,12 +15,12 @@ from types import TracebackType
 from typing import Any
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null and text, so that every reader can parse a row."""
+def finite(value: Any) -> Any:
+    """The value in strict JSON, which has no NaN or infinity: they become null and text, so that all can parse it."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if hasattr(value, "item") and not isinstance(value, str | bytes):
         value = value.item()  # a numpy or torch scalar
     if isinstance(value, float) and not math.isfinite(value):
@@ -39,7 +39,7 @@ class RowWriter:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; raises TypeError for values JSON cannot hold."""
-        line = json.dumps(_finite(row), separators=(",", ":"), allow_nan=False) + "\n"
+        line = json.dumps(finite(row), separators=(",", ":"), allow_nan=False) + "\n"
         data = line.encode()
         written = os.write(self._fd, data)
         if written != len(data):

@@ -2,7 +2,8 @@
 
 Invariants
 - A request is repeated after a time-out, a broken connection, a busy or failing server (408, 425, 429, 5xx) and an
-  answer that cannot be used; a request the server refuses (other 4xx) is not. What remains is `EndpointError`.
+  answer that cannot be used; a request the server refuses (other 4xx) is not (`EndpointRefused`). What remains is
+  `EndpointError`.
 - At most `concurrency` requests of one endpoint are in flight in this process, whoever asks.
 - Connections belong to an episode (`session`), so nothing outlives it.
 """
@@ -28,6 +29,8 @@ T = TypeVar("T")
 _TRY_AGAIN = (408, 409, 425, 429)
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
+_QUOTED = 1000
+"""Characters of a refusal that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,20 @@ class EndpointError(RuntimeError):
     """No usable answer: the message has the endpoint, the number of attempts and the last failure."""
 
 
+class EndpointRefused(EndpointError):
+    """The server refuses the request itself. status: of HTTP. answer: the beginning of what it said."""
+
+    def __init__(self, message: str, status: int, answer: str) -> None:
+        self.status, self.answer = status, answer
+        super().__init__(message)
+
+
 class _Refused(RuntimeError):
     """The server will refuse this request however often it is sent."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        self.status = status
+        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +137,8 @@ class ChatEndpoint:
                     return accept(await self._request(session, messages, tools))
             except _Refused as error:
                 self.unanswered += 1
-                raise EndpointError(f"{self.options.url} refuses the request: {error}") from error
+                message = f"{self.options.url} refuses the request: {error}"
+                raise EndpointRefused(message, error.status, str(error)) from error
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = error
                 logger.warning("%s, attempt %d of %d: %r", self.options.url, attempt + 1, attempts, error)
@@ -141,7 +157,7 @@ class ChatEndpoint:
         async with session.post(url, json=body) as response:
             text = await response.text()
             if 400 <= response.status < 500 and response.status not in _TRY_AGAIN:
-                raise _Refused(f"HTTP {response.status}: {text[:300]}")
+                raise _Refused(f"HTTP {response.status}: {text[:_QUOTED]}", response.status)
             response.raise_for_status()
         return _read(text)
 

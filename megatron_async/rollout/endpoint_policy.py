@@ -3,7 +3,10 @@
 Invariants
 - The policy's mistakes are its own: a tool call that cannot be read becomes a turn with a `parse_error`, an answer cut
   by the limit on tokens ends the episode as for engines, and neither is asked for again.
-- What the endpoint or the environment fails at ends the episode as a failure, never as a reward.
+- A conversation that the server refuses for its length is cut (`context_length`) and rewarded as any that a limit cut:
+  left out, the long episodes would leave the rate to the short ones.
+- What else the endpoint or the environment fails at ends the episode as a failure, never as a reward. Calls of the
+  environment are those of engines' episodes (`environment_calls`).
 - Results go back under the id of the call they answer; the reasoning of earlier turns is not sent again.
 """
 
@@ -13,6 +16,7 @@ import asyncio
 import itertools
 import json
 import logging
+import re
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -22,12 +26,20 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_async.config.schema import RunConfig
-from megatron_async.rollout.chat_endpoint import ChatEndpoint, Completion, EndpointError, EndpointOptions
+from megatron_async.errors import UserError
+from megatron_async.rollout import environment_calls
+from megatron_async.rollout.chat_endpoint import (
+    ChatEndpoint,
+    Completion,
+    EndpointError,
+    EndpointOptions,
+    EndpointRefused,
+)
+from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     Environment,
-    EnvironmentFailure,
     Message,
     Task,
     TaskSource,
@@ -37,9 +49,24 @@ from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation import Player, journalled, run_blocking
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_statistics import EvaluationResult
+from megatron_async.rollout.evaluation_subject import Subject, conditions, without_password
+from megatron_async.trajectory import Status
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CONTEXT_LENGTH = "context_length"
+"""The ending of an episode whose conversation the server refused for its length."""
+
+_TOO_LONG = re.compile(
+    r"context[ _-]?(length|window|size|limit)|max(imum)?[ _-](context|model|sequence|input|prompt)[ _-]len"
+    r"|longer than the (model|max)|too many (\w+ )?tokens|reduce the length"
+    r"|(prompt|input|inputs|request|conversation|messages?) (is|are) too (long|large)",
+    re.IGNORECASE,
+)
+"""What servers say of a conversation that does not fit the model."""
+_SPEAKS_OF_LENGTH = re.compile(r"context|length|token|too (long|large)", re.IGNORECASE)
+"""Words in other messages that mean the same when an earlier request of the conversation was answered."""
 
 
 def endpoint_options(config: RunConfig, url: str, model: str, api_key_env: str) -> EndpointOptions:
@@ -68,13 +95,25 @@ def evaluate_endpoint(config: RunConfig, options: EndpointOptions, folder: Path)
     Raises ValueError when the variable with the key is not set, UserError as `evaluation.evaluate`.
     """
     source = build_task_source(config.environment, "heldout", config.seed)
-    conditions = {
-        "endpoint": asdict(replace(options, concurrency=0)),  # how many at once changes no answer
-        "limits": asdict(EpisodeLimits.from_config(config)),
-        "environment": asdict(config.environment),
-    }
-    play = endpoint_player(ChatEndpoint(options), source, EpisodeLimits.from_config(config))
-    return run_blocking(journalled(config, play, source, conditions, folder))
+    limits = EpisodeLimits.from_config(config)
+    subject = Subject(
+        kind="endpoint",
+        model=options.model,
+        place=without_password(options.url),
+        sampling=dict(options.sampling),
+        limits=limits.of_policy(),
+        seed=config.seed,
+    )
+    asked = asdict(replace(options, concurrency=0))  # how many at once changes no answer
+    same = conditions(config, source, subject, endpoint=asked, waits=asdict(limits))
+    play = endpoint_player(ChatEndpoint(options), source, limits)
+    result = run_blocking(journalled(config, play, source, subject, same, folder))
+    if result.turns == 0 and set(result.endings) == {CONTEXT_LENGTH}:
+        raise UserError(
+            f"{without_password(options.url)} refused the first request of every episode for its length: lower "
+            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}), or serve the model with a longer context"
+        )
+    return result
 
 
 def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeLimits) -> Player:
@@ -85,14 +124,6 @@ def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeL
             return await _Episode(endpoint, session, source.environment(task), limits).run(task.task_id)
 
     return play
-
-
-class _Failure(Exception):
-    """Ends an episode without a reward. kind: short name that is counted."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        self.kind = kind
-        super().__init__(message)
 
 
 class _Episode:
@@ -109,7 +140,7 @@ class _Episode:
         self._tools: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
         self._asked: list[str] = []  # ids of the calls whose results are still to come
-        self._tokens = self._turns = 0
+        self._tokens = self._turns = self._unmetered = 0
 
     async def run(self, name: str) -> EvaluatedEpisode:
         started = time.monotonic()
@@ -117,14 +148,14 @@ class _Episode:
             async with asyncio.timeout(self._limits.trajectory_deadline_s):
                 ending = await self._play()
                 reward, info = await self._ask("reward", self._environment.reward())
-        except _Failure as failure:
+        except EpisodeFailure as failure:
             logger.warning("evaluation of %s: %s: %s", name, failure.kind, failure)
             return self._episode(None, failure.kind, {}, started)
         except TimeoutError:
             logger.warning("evaluation of %s: trajectory_deadline", name)
             return self._episode(None, "trajectory_deadline", {}, started)
         finally:
-            await self._environment.close()
+            await environment_calls.close(self._environment, name, self._limits.turn_deadline_s)
         return self._episode(float(reward), ending, info, started)
 
     def _episode(
@@ -138,6 +169,7 @@ class _Episode:
             tokens=self._tokens,
             turns=self._turns,
             seconds=time.monotonic() - started,
+            unmetered=self._unmetered,
         )
 
     async def _play(self) -> str:
@@ -146,8 +178,9 @@ class _Episode:
         self._hear(start.messages)
         while True:
             completion = await self._answer()
-            self._turns += 1
-            self._tokens += completion.completion_tokens
+            if completion is None:
+                return CONTEXT_LENGTH
+            self._count(completion)
             if completion.finish_reason == "length":
                 return "max_new_tokens"
             step = await self._ask("step", self._environment.step(self._turn(completion)))
@@ -155,27 +188,32 @@ class _Episode:
                 return "environment_truncated" if step.truncated else "done"
             if self._turns >= self._limits.max_turns:
                 return "max_turns"
+            environment_calls.check_observation(step.messages)
             if completion.prompt_tokens + completion.completion_tokens >= self._limits.max_tokens:
                 return "max_tokens"
             self._hear(step.messages)
 
-    async def _answer(self) -> Completion:
+    def _count(self, completion: Completion) -> None:
+        self._turns += 1
+        self._tokens += completion.completion_tokens
+        self._unmetered += completion.prompt_tokens + completion.completion_tokens == 0
+
+    async def _answer(self) -> Completion | None:
+        """The policy's next turn; None when the server refuses the conversation for its length."""
         try:
             return await self._endpoint.complete(
                 self._session, self._messages, self._tools, lambda completion: completion
             )
+        except EndpointRefused as error:
+            if not too_long(error, self._turns):
+                raise EpisodeFailure(Status.ENGINE_ERROR, "endpoint_failure", str(error)) from error
+            logger.info("cut after %d turns: %s", self._turns, error)
+            return None
         except EndpointError as error:
-            raise _Failure("endpoint_failure", str(error)) from error
+            raise EpisodeFailure(Status.ENGINE_ERROR, "endpoint_failure", str(error)) from error
 
     async def _ask(self, what: str, call: Awaitable[T]) -> T:
-        """One call of the environment; whatever goes wrong in there is a failure of the environment."""
-        try:
-            return await call
-        except EnvironmentFailure as error:
-            raise _Failure("environment_failure", f"{what}: {error}") from error
-        except Exception as error:  # environments are users' code: their bugs are failures of the environment
-            logger.exception("the environment raised in %s", what)
-            raise _Failure("environment_exception", f"{what} raised {error!r}") from error
+        return await environment_calls.ask(self._environment, what, call, self._limits.turn_deadline_s)
 
     def _turn(self, completion: Completion) -> AssistantTurn:
         """What the endpoint said, also put into the conversation."""
@@ -199,6 +237,19 @@ class _Episode:
                 self._asked = [call.id for call in message.tool_calls]
             else:
                 self._messages.append({"role": message.role, "content": message.content})
+
+
+def too_long(refusal: EndpointRefused, turns: int) -> bool:
+    """Whether the server refuses a conversation for its length. turns: of it that were answered before.
+
+    Servers word this as they like, and some of their words ("tokens") occur in refusals of other kinds too: these count
+    only once the same conversation has been answered, when nothing but its length has changed.
+    """
+    if refusal.status not in (400, 413, 422):
+        return False
+    if _TOO_LONG.search(refusal.answer):
+        return True
+    return turns > 0 and (refusal.status == 413 or bool(_SPEAKS_OF_LENGTH.search(refusal.answer)))
 
 
 def _said(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:

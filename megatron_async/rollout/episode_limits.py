@@ -29,6 +29,10 @@ class EpisodeLimits:
     routed_experts: bool = False
     mixed_versions: bool = False
 
+    def of_policy(self) -> dict[str, int]:
+        """What bounds the policy, for reports."""
+        return {"max_turns": self.max_turns, "max_tokens": self.max_tokens}
+
     @classmethod
     def from_config(cls, config: RunConfig) -> EpisodeLimits:
         rollout = config.rollout

@@ -3,7 +3,7 @@
 Invariants: an episode that failed (environment, engine, deadline) is no wrong answer: it is repeated, and if that does
 not help it is left out and counted. Tasks are the first ones of the held-out split, so two evaluations of one run see
 the same tasks. Nothing is written to the bank. With a journal, an evaluation that was interrupted goes on where it
-stopped, as long as the policy and the conditions are the same.
+stopped, as long as the policy and the conditions are the same, and two evaluations never share one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_async.claim import held
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
@@ -31,6 +32,13 @@ from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, summarise
+from megatron_async.rollout.evaluation_subject import (
+    Subject,
+    checkpoint_digest,
+    conditions,
+    labels_of,
+    write_subject,
+)
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
 from sglang_bridge.event_loop import BackgroundLoop
@@ -40,6 +48,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.5
 _QUERY_S = 30.0
 _PROGRESS_S = 15.0
+JOURNAL_CLAIM = ".under_way.claim"
+"""Beside the journal, which is deleted when the evaluation is whole."""
 
 Player = Callable[[Task, str], Awaitable[EvaluatedEpisode]]
 """Plays one episode of a task; the second argument is unique among the episodes of the task."""
@@ -55,13 +65,14 @@ async def evaluate(
     retries: int = 2,
     journal: EvaluationJournal | None = None,
     folder: Path | None = None,
+    subject: Subject | None = None,
 ) -> EvaluationResult:
     """Play the first `tasks` tasks of `task_source`, `samples` times each, at most `concurrency` at once.
 
     play: the policy (`engine_player`, or `endpoint_policy.endpoint_player`). retries: how often a failed episode is
     repeated. journal: where finished episodes are kept until all are; those it has are not played again. folder: where
-    a task source that reports by itself writes its files. Progress is logged. Raises UserError when the source has
-    fewer tasks, or when every episode failed.
+    a task source that reports by itself writes its files. subject: whom and how, for reports. Progress is logged.
+    Raises UserError when the source has fewer tasks, or when every episode failed.
     """
     if task_source.size is not None and task_source.size < tasks:
         raise UserError(
@@ -75,11 +86,12 @@ async def evaluate(
 
     async def player() -> None:
         for index, sample in work:
-            episode = journal.load(index, sample) if journal is not None else None
+            task = task_source.task(index)
+            episode = journal.load(index, sample, task.task_id) if journal is not None else None
             if episode is None:
-                episode = await _play(play, task_source.task(index), sample, retries)
+                episode = await _play(play, task, sample, retries)
                 if journal is not None and not episode.failed:
-                    journal.save(index, sample, episode)
+                    journal.save(index, sample, task.task_id, episode)
             if episode.failed:
                 failures[episode.ending] += 1
             else:
@@ -91,8 +103,14 @@ async def evaluate(
             players.create_task(player())
     groups = [list(group.values()) for group in episodes.values()]
     result = summarise(groups, samples, failures, time.monotonic() - started)
+    result = replace(
+        result,
+        labels={**result.labels, **labels_of(task_source)},
+        subject=subject.as_dict() if subject is not None else {},
+    )
     if folder is not None and isinstance(task_source, ReportingTaskSource):
         folder.mkdir(parents=True, exist_ok=True)
+        write_subject(folder, result.stated())
         outcomes = list(_outcomes(task_source, episodes))
         result = replace(result, benchmark=task_source.report(outcomes, samples, folder))
     return result
@@ -170,7 +188,7 @@ def evaluate_engines(
     """Evaluate as `config.evaluation` says, on running engines; blocks until done.
 
     ticks: called in this thread twice a second; what they raise ends the evaluation. folder: where results and the
-    journal go (None: the run's).
+    journal go (None: the run's). Raises InUse when another evaluation has them there.
     """
     folder = folder or RunFiles(config.run_path).evaluation
     with hidden_credentials(config):
@@ -201,36 +219,53 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
     sampling = evaluation_sampling(config.rollout, config.evaluation.temperature)
     limits = replace(EpisodeLimits.from_config(config), routed_experts=False)
     async with build_pool(config, list(urls)) as pool:
-        versions = (await pool.versions(_QUERY_S)).values()
-        conditions = {
-            "model": config.model.path,
-            "versions": sorted(set(versions)),
-            "sampling": asdict(sampling),
-            "limits": asdict(limits),
-            "environment": asdict(config.environment),
-        }
-        work = journalled(config, engine_player(pool, source, chat, sampling, limits), source, conditions, folder)
-        return await (with_engines(pool, config.run_path, work) if of_run(config.run_path, urls) else work)
+        versions = sorted(set((await pool.versions(_QUERY_S)).values()))
+        ours = of_run(config.run_path, urls)
+        subject = Subject(
+            kind="engines" if ours else "checkpoint",
+            model=config.name if ours else config.model.path,
+            place=config.model.path,
+            digest=checkpoint_digest(Path(config.model.path)),
+            sampling=asdict(sampling),
+            limits=limits.of_policy(),
+            seed=config.seed,
+        )
+        same = conditions(config, source, subject, versions=versions, waits=asdict(limits))
+        play = engine_player(pool, source, chat, sampling, limits)
+        work = journalled(config, play, source, subject, same, folder)
+        return await (with_engines(pool, config.run_path, work) if ours else work)
 
 
 async def journalled(
-    config: RunConfig, play: Player, source: TaskSource, conditions: Mapping[str, Any], folder: Path
+    config: RunConfig,
+    play: Player,
+    source: TaskSource,
+    subject: Subject,
+    same: Mapping[str, Any],
+    folder: Path,
 ) -> EvaluationResult:
-    """`evaluate` as `config.evaluation` says, with a journal in `folder` that is kept until the evaluation is whole."""
-    journal = EvaluationJournal(folder / "under_way", conditions)
-    if len(journal):
-        logger.info("going on with an evaluation that has %d episodes", len(journal))
-    result = await evaluate(
-        play,
-        source,
-        tasks=config.evaluation.tasks,
-        samples=config.evaluation.samples_per_task,
-        concurrency=config.rollout.concurrency,
-        journal=journal,
-        folder=folder,
-    )
-    journal.clear()
-    return result
+    """`evaluate` as `config.evaluation` says, with a journal in `folder` that is kept until the evaluation is whole.
+
+    same: conditions under which its episodes count. Raises InUse when another evaluation has the journal.
+    """
+    instead = "give results another folder (--folder, with --checkpoint or --endpoint)"
+    what = f"the folder of results {folder}"
+    with held(folder / JOURNAL_CLAIM, what, f"another evaluation writes to {folder}", instead):
+        journal = EvaluationJournal(folder / "under_way", same)
+        if len(journal):
+            logger.info("going on with an evaluation that has %d episodes", len(journal))
+        result = await evaluate(
+            play,
+            source,
+            tasks=config.evaluation.tasks,
+            samples=config.evaluation.samples_per_task,
+            concurrency=config.rollout.concurrency,
+            journal=journal,
+            folder=folder,
+            subject=subject,
+        )
+        journal.clear()
+        return result
 
 
 def evaluate_run(config: RunConfig) -> EvaluationResult:

@@ -22,7 +22,8 @@ class EvaluatedEpisode:
     reward: None for an episode that failed (environment, engine, deadline): no wrong answer, no answer. ending: done,
     the limit that cut it, or the kind of failure. info: what `Environment.reward` said. truncated: a limit cut it.
     tokens, turns: of the policy. versions: [oldest, newest] policy version that sampled; None for a policy that has
-    none (an endpoint). seconds: spent waiting for the policy and the environment.
+    none (an endpoint). seconds: spent waiting for the policy and the environment. unmetered: turns whose tokens the
+    endpoint did not state; `tokens` lacks them, and no limit on tokens could be applied.
     """
 
     reward: float | None
@@ -33,6 +34,7 @@ class EvaluatedEpisode:
     turns: int = 0
     versions: tuple[int, int] | None = None
     seconds: float = 0.0
+    unmetered: int = 0
 
     @property
     def failed(self) -> bool:

@@ -1,15 +1,17 @@
 """Finished episodes of an evaluation that is under way, so that an interrupted one goes on where it stopped.
 
-    <folder>/conditions.json       what was being evaluated: version, sampling, environment
+    <folder>/conditions.json       what was being evaluated: policy, sampling, environment, files, seed
     <folder>/<task>-<sample>.episode
 
-Invariants: an episode (JSON) is on disk whole or not at all; episodes of other conditions (another policy version,
-other sampling, another environment) are never counted: they are removed when the journal is opened.
+Invariants: an episode (JSON) is on disk whole or not at all; episodes of other conditions (another policy, other
+sampling, another environment) are never counted: they are removed when the journal is opened. Nor are episodes of
+another task than the one that now has their number. A folder belongs to one evaluation at a time: the caller holds it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationJournal:
@@ -31,16 +35,24 @@ class EvaluationJournal:
             folder.mkdir(parents=True)
             known.write_text(written, encoding="utf-8")
 
-    def load(self, task: int, sample: int) -> EvaluatedEpisode | None:
-        """The episode, or None if it has not been played."""
+    def load(self, task: int, sample: int, task_id: str) -> EvaluatedEpisode | None:
+        """The episode, or None if it has not been played. task_id: of the task that has this index now."""
         path = self._path(task, sample)
-        return EvaluatedEpisode.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["task_id"] != task_id:
+            logger.warning(
+                "%s is of task %s, but task %d is now %s: it is played again", path, kept["task_id"], task, task_id
+            )
+            return None
+        return EvaluatedEpisode.from_json(kept["episode"])
 
-    def save(self, task: int, sample: int, episode: EvaluatedEpisode) -> None:
+    def save(self, task: int, sample: int, task_id: str, episode: EvaluatedEpisode) -> None:
         """Keep a finished episode."""
         path = self._path(task, sample)
         part = path.with_suffix(".part")
-        part.write_text(episode.to_json(), encoding="utf-8")
+        part.write_text(json.dumps({"task_id": task_id, "episode": episode.to_json()}), encoding="utf-8")
         os.replace(part, path)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """What the episodes of an evaluation say: rates with their uncertainty, endings, costs.
 
-Invariant: the independent unit is the task. Samples of one task are not independent, so the standard error, and the
-interval made of it, are over tasks.
+Invariants: the independent unit is the task. Samples of one task are not independent, so the standard error, and the
+interval, are over tasks. What was left out, and what makes a number incomparable, goes wherever the number goes.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_async.errors import UserError
-from megatron_async.rollout.estimators import over_tasks, pass_at_k, pass_hat_k, standard_error
+from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k, standard_error
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 
-_NORMAL_95 = 1.96
+TRAINED_ON = "trained_on_evaluation_tasks"
+"""In the info of a reward, and among labels: how many evaluation tasks were trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """Held-out performance of one policy version.
 
-    success_rate: mean over tasks of the share of successful samples. stderr: its standard error over tasks;
-    confidence_95: success_rate ± 1.96 of it, within [0, 1]; None with a single task. mean_reward: mean reward.
+    success_rate: mean over tasks of the share of successful samples. stderr: its standard error over tasks, NaN with a
+    single one; confidence_95: see `estimators.interval`; None with a single task. mean_reward: mean reward.
     pass_hat[k]: chance that k samples of a task *all* succeed (pass^k of τ-bench). pass_at[k]: chance that at least
-    one of k does (pass@k). Both are the unbiased estimators over the samples of each task. tasks, episodes: how many
-    were counted. tokens, turns: mean action tokens and policy turns per episode. truncated: episodes cut by a limit.
+    one of k does (pass@k). Both are the unbiased estimators over the samples of each task, up to the fewest samples of
+    any task. tasks, episodes: how many were counted. short_tasks: tasks with fewer samples than were asked for, or
+    none; left_out: episodes they lack. tokens, turns: mean action tokens and policy turns per episode. truncated:
+    episodes cut by a limit.
     endings: kind -> episodes. failures: kind -> episodes left out. versions: [oldest, newest] policy version that
     sampled; None for a policy without versions. seconds: wall time. benchmark: what the task source itself reports
-    (its own metrics, floor, endings), empty for most.
+    (its own metrics, floor, endings), empty for most. labels: what every report must state (trained on evaluation
+    tasks, ...). subject: who was evaluated and how (`evaluation_subject.Subject`). unmetered: turns whose tokens the
+    endpoint did not state.
     """
 
     success_rate: float
@@ -49,7 +54,12 @@ class EvaluationResult:
     failures: dict[str, int]
     versions: tuple[int, int] | None
     seconds: float
+    short_tasks: int = 0
+    left_out: int = 0
+    unmetered: int = 0
     benchmark: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    subject: dict[str, Any] = field(default_factory=dict)
 
     @property
     def newest_version(self) -> int | None:
@@ -57,7 +67,14 @@ class EvaluationResult:
         return None if self.versions is None else self.versions[1]
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All of it as JSON, which has no NaN: an unknown standard error is None."""
+        return {**asdict(self), "stderr": None if math.isnan(self.stderr) else self.stderr}
+
+    def stated(self) -> dict[str, Any]:
+        """What a task source's own report must state too: about whom it is, what it lacks, labels."""
+        kept = ("subject", "labels", "failures", "short_tasks", "left_out", "versions")
+        values = asdict(self)
+        return {name: values[name] for name in kept}
 
 
 def summarise(
@@ -72,11 +89,10 @@ def summarise(
         )
     outcomes = [[episode.succeeded for episode in group] for group in played]
     rates = [sum(outcome) / len(outcome) for outcome in outcomes]
-    mean, error = sum(rates) / len(rates), standard_error(rates)
     return EvaluationResult(
-        success_rate=mean,
-        stderr=error,
-        confidence_95=interval(mean, error),
+        success_rate=sum(rates) / len(rates),
+        stderr=standard_error(rates),
+        confidence_95=interval(rates),
         mean_reward=sum(episode.reward or 0.0 for episode in flat) / len(flat),
         pass_hat=over_tasks(outcomes, samples, pass_hat_k),
         pass_at=over_tasks(outcomes, samples, pass_at_k),
@@ -90,15 +106,11 @@ def summarise(
         failures=dict(failures),
         versions=_versions(flat),
         seconds=seconds,
+        short_tasks=sum(len(group) < samples for group in episodes),
+        left_out=len(episodes) * samples - len(flat),
+        unmetered=sum(episode.unmetered for episode in flat),
+        labels=_labels(flat),
     )
-
-
-def interval(mean: float, error: float) -> tuple[float, float] | None:
-    """95 % confidence interval of a rate by the normal approximation; None where the error is unknown (one task)."""
-    if math.isnan(error):
-        return None
-    half = _NORMAL_95 * error
-    return max(0.0, mean - half), min(1.0, mean + half)
 
 
 def describe(result: EvaluationResult) -> str:
@@ -111,13 +123,61 @@ def describe(result: EvaluationResult) -> str:
     ]
     if "floor" in result.benchmark:
         lines.append(f"Doing nothing scores {result.benchmark['floor']:.1%} on the same tasks.")
+    lines += [*describe_labels(result.labels), "", *describe_subject(result.stated(), result.benchmark)]
     lines += ["", "| k | pass^k | pass@k |", "|---|---|---|"]
     lines += [f"| {k} | {value:.3f} | {result.pass_at[k]:.3f} |" for k, value in result.pass_hat.items()]
     lines += ["", "| ending | episodes |", "|---|---|"]
     lines += [f"| {ending} | {count} |" for ending, count in sorted(result.endings.items())]
     lines += [f"| failed, not counted: {kind} | {count} |" for kind, count in sorted(result.failures.items())]
     lines += ["", f"Per episode: {result.turns:.1f} turns, {result.tokens:.0f} tokens. {result.seconds:.0f} s in all."]
+    if result.unmetered:
+        lines.append(
+            f"The endpoint did not say how many tokens {result.unmetered} turns took: they are missing here, and "
+            "rollout.max_tokens could not cut their episodes."
+        )
     return "\n".join(lines) + "\n"
+
+
+def describe_labels(labels: Mapping[str, str]) -> list[str]:
+    """Lines that state what is unusual about the numbers."""
+    told = dict(labels)
+    trained = told.pop(TRAINED_ON, None)
+    lines = [f"**{name.replace('_', ' ')}: {value}.**" for name, value in sorted(told.items())]
+    if trained is not None:
+        lines.append(f"**Trained on {trained} of the evaluation tasks: no benchmark number.**")
+    return lines
+
+
+def describe_subject(stated: Mapping[str, Any], benchmark: Mapping[str, Any]) -> list[str]:
+    """Lines that say who was evaluated, how, and what is left out. stated: as of `EvaluationResult.stated`."""
+    lines = []
+    subject = stated.get("subject")
+    if subject:
+        digest = f" (digest {subject['digest']})" if subject["digest"] else ""
+        versions = stated.get("versions")
+        version = "" if versions is None else f", policy version {'–'.join(map(str, sorted(set(versions))))}"
+        lines += [
+            f"Evaluated: {subject['kind']}, model {subject['model']}, from {subject['place']}{digest}{version}.",
+            f"Sampling: {_listed(subject['sampling'])}. Limits: {_listed(subject['limits'])}. "
+            f"Seed of tasks: {subject['seed']}.",
+        ]
+    if "user_model" in benchmark:
+        lines.append(f"User model: {benchmark['user_model']}; judge model: {benchmark.get('judge_model', 'none')}.")
+    short, left_out = stated.get("short_tasks", 0), stated.get("left_out", 0)
+    lines.append(f"Episodes left out: {left_out}.")
+    if short:
+        lines.append(f"Tasks that lack trials: {short}; pass^k and pass@k end at the fewest that a counted task has.")
+    return lines
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "not stated"
+
+
+def _labels(episodes: Sequence[EvaluatedEpisode]) -> dict[str, str]:
+    """What rewards themselves stamp; a task source may say more."""
+    trained = max(int(episode.info.get(TRAINED_ON) or 0) for episode in episodes)
+    return {TRAINED_ON: str(trained)} if trained else {}
 
 
 def _versions(episodes: Sequence[EvaluatedEpisode]) -> tuple[int, int] | None:

@@ -28,11 +28,17 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 class ChatServer:
     """`rule` makes the message from the request ("cut": it ends at a limit). fail: from the request's number, a status,
-    "hang", "junk" or None."""
+    a (status, message), "hang", "junk" or None. usage: what answers say was used; None for a server that does not."""
 
-    def __init__(self, rule: Rule, fail: Callable[[int], int | str | None] = lambda request: None) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        fail: Callable[[int], int | str | tuple[int, str] | None] = lambda request: None,
+        usage: tuple[int, int] | None = (7, 3),
+    ) -> None:
         self.rule = rule
         self.fail = fail
+        self.usage = usage
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.running = 0
@@ -63,12 +69,16 @@ class ChatServer:
             if planned == "junk":
                 return web.Response(text="<html>busy</html>")
             if isinstance(planned, int):
-                return web.json_response({"error": f"planned {planned}"}, status=planned)
+                planned = planned, f"planned {planned}"
+            if isinstance(planned, tuple):
+                return web.json_response({"error": planned[1]}, status=planned[0])
             await asyncio.sleep(0.01)
-            usage = {"prompt_tokens": 7, "completion_tokens": 3}
             message = dict(self.rule(self.bodies[number]))
             reason = "length" if message.pop("cut", False) else "stop"
             choice = {"message": message, "finish_reason": reason}
+            if self.usage is None:
+                return web.json_response({"choices": [choice]})
+            usage = {"prompt_tokens": self.usage[0], "completion_tokens": self.usage[1]}
             return web.json_response({"choices": [choice], "usage": usage})
         finally:
             self.running -= 1

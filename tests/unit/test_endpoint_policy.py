@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """An environment that answers each call with "result", ends after a text, and remembers the turns."""
+    """An environment that answers each call with "result", ends after a text, and remembers the turns.
+
+    fails_at: "reset" fails; "close" raises; "step" never answers; "observation": it answers nothing.
+    """
 
     def __init__(self, fails_at: str = "") -> None:
         self.turns: list[AssistantTurn] = []
@@ -52,8 +56,12 @@ class Recorder:
 
     async def step(self, turn: AssistantTurn) -> Step:
         self.turns.append(turn)
+        if self._fails_at == "step":
+            await asyncio.sleep(3600)
         if turn.parse_error or not turn.tool_calls:
             return Step([], done=True)
+        if self._fails_at == "observation":
+            return Step([], done=False)
         return Step([Message("tool", f"result of {c.name}") for c in turn.tool_calls], done=False)
 
     async def reward(self) -> tuple[float, dict[str, Any]]:
@@ -61,6 +69,8 @@ class Recorder:
 
     async def close(self) -> None:
         self.closed = True
+        if self._fails_at == "close":
+            raise RuntimeError("the database is gone")
 
 
 class OneTask:
@@ -78,16 +88,20 @@ class OneTask:
 
 
 def play(
-    rule: Callable[[dict[str, Any]], dict[str, Any]], environment: Recorder | None = None, fail: Any = None
+    rule: Callable[[dict[str, Any]], dict[str, Any]],
+    environment: Recorder | None = None,
+    fail: Any = None,
+    limits: EpisodeLimits = LIMITS,
+    usage: tuple[int, int] | None = (7, 3),
 ) -> tuple[EvaluatedEpisode, ChatServer, Recorder]:
     environment = environment or Recorder()
-    server = ChatServer(rule, fail or (lambda request: None))
+    server = ChatServer(rule, fail or (lambda request: None), usage)
 
     async def run() -> EvaluatedEpisode:
         async with server:
             options = EndpointOptions(server.url, retries=1, timeout_s=120.0)
             source: Any = OneTask(environment)
-            return await endpoint_player(ChatEndpoint(options), source, LIMITS)(source.task(0), "0")
+            return await endpoint_player(ChatEndpoint(options), source, limits)(source.task(0), "0")
 
     return asyncio.run(run()), server, environment
 
@@ -128,6 +142,68 @@ def test_failures_are_no_answers() -> None:
     assert (episode.failed, episode.ending, environment.closed) == (True, "environment_failure", True)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens",  # OpenAI, vLLM
+        "The input (9000 tokens) is longer than the model's context length (8192 tokens).",  # SGLang
+        "Requested token count exceeds the model's maximum context length of 8192 tokens.",  # SGLang
+        "the request exceeds the available context size. try increasing the context size",  # llama.cpp
+        "prompt is too long: 208310 tokens > 200000 maximum",
+        '{"code": "context_length_exceeded"}',
+    ],
+)
+@pytest.mark.parametrize("answered", [0, 2])
+def test_a_conversation_too_long_for_the_server_is_cut_and_counts(words: str, answered: int) -> None:
+    """As for engines, whose trajectories are cut at `max_tokens`: left out, the long tasks would be missing."""
+    episode, server, environment = play(
+        lambda body: call("look", {}), fail=lambda request: (400, words) if request == answered else None
+    )
+    assert (episode.ending, episode.truncated, episode.failed) == ("context_length", True, False)
+    assert (episode.reward, episode.info) == (1.0, {"why": "because"})  # what the environment says of a cut episode
+    assert (episode.turns, len(environment.turns), len(server.bodies)) == (answered, answered, answered + 1)
+    assert environment.closed
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "answered", "cut"),
+    [
+        (400, "too many tokens were asked of length 3", 1, True),
+        (400, "Invalid token in the grammar", 0, False),  # nothing has been answered: it may be the request itself
+        (400, "unknown parameter: tool_choice", 1, False),
+        (413, "Payload Too Large", 1, True),
+        (413, "Payload Too Large", 0, False),
+        (401, "invalid access token", 1, False),
+    ],
+)
+def test_other_refusals_are_failures(status: int, words: str, answered: int, cut: bool) -> None:
+    episode, _, _ = play(
+        lambda body: call("look", {}), fail=lambda request: (status, words) if request == answered else None
+    )
+    assert (episode.ending, episode.failed) == (("context_length", False) if cut else ("endpoint_failure", True))
+
+
+def test_a_server_that_does_not_state_tokens_is_told_of() -> None:
+    """It can never reach `max_tokens`; the turns are counted, so that the report can say so."""
+    small = replace(LIMITS, max_tokens=10)
+    episode, _, _ = play(lambda body: call("look", {}), limits=small)
+    assert (episode.ending, episode.turns, episode.unmetered) == ("max_tokens", 1, 0)
+    episode, _, _ = play(lambda body: call("look", {}), limits=small, usage=None)
+    assert (episode.ending, episode.turns, episode.tokens, episode.unmetered) == ("max_turns", 3, 0, 3)
+
+
+def test_an_environment_that_cannot_close_keeps_its_outcome() -> None:
+    episode, _, environment = play(lambda body: text("Done."), Recorder("close"))
+    assert (episode.reward, episode.ending, environment.closed) == (1.0, "done", True)
+
+
+@pytest.mark.parametrize(("fails_at", "kind"), [("step", "environment_timeout"), ("observation", "no_observation")])
+def test_an_environment_that_does_not_answer_fails_the_episode(fails_at: str, kind: str) -> None:
+    hasty = replace(LIMITS, turn_deadline_s=0.5)
+    episode, _, environment = play(lambda body: call("look", {}), Recorder(fails_at), limits=hasty)
+    assert (episode.failed, episode.ending, environment.closed) == (True, kind, True)
+
+
 def write_config(folder: Path) -> Path:
     path = folder / "run.yaml"
     path.write_text(
@@ -158,6 +234,35 @@ def test_command_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureF
     assert "| k | pass^k | pass@k |" in capsys.readouterr().out
     assert server.bodies[0]["model"] == "a/b"
     assert not (tmp_path / "r/evaluations.jsonl").exists()
+
+
+    assert (written["left_out"], written["short_tasks"]) == (0, 0)
+    page = (tmp_path / "r/evaluation/a-b/evaluation.md").read_text()
+    assert f"Evaluated: endpoint, model a/b, from {server.url}." in page
+    assert "temperature 1.0" in page and "max_turns " in page and "Episodes left out: 0." in page
+
+
+def test_an_endpoint_that_refuses_every_prompt_for_its_length_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Zero success everywhere would say something of the policy; this says something of the server's options."""
+    server = ChatServer(lambda body: text("x"), fail=lambda request: (400, "maximum context length is 16 tokens"))
+    assert command(write_config(tmp_path), server) == 2
+    assert "refused the first request of every episode" in capsys.readouterr().err
+    assert not (tmp_path / "r/evaluation/a-b/evaluation.json").exists()
+
+
+def test_a_single_task_has_no_standard_error_and_its_json_is_json(tmp_path: Path) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    config = write_config(tmp_path)
+    config.write_text(config.read_text().replace("tasks: 3", "tasks: 1"))
+    assert command(config, ChatServer(lambda body: text("No."), usage=None)) == 0
+    written = (tmp_path / "r/evaluation/a-b/evaluation.json").read_text()
+    assert json.loads(written, parse_constant=refuse)["stderr"] is None
+    page = (tmp_path / "r/evaluation/a-b/evaluation.md").read_text()
+    assert "The endpoint did not say how many tokens 4 turns took" in page
 
 
 def test_policies_that_cannot_be_are_refused(tmp_path: Path) -> None:

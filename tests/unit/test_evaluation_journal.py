@@ -58,6 +58,13 @@ def test_other_conditions_start_afresh(tmp_path: Path) -> None:
 def test_an_episode_survives_the_disk_unchanged(tmp_path: Path) -> None:
     journal = EvaluationJournal(tmp_path / "j", {})
     episode = EvaluatedEpisode(0.5, "max_turns", {"why": [1, "é"]}, True, 7, 3, (2, 4), 0.25)
-    journal.save(1, 0, episode)
-    assert journal.load(1, 0) == episode
-    assert journal.load(1, 1) is None
+    journal.save(1, 0, "b", episode)
+    assert journal.load(1, 0, "b") == episode
+    assert journal.load(1, 1, "b") is None
+
+
+def test_an_episode_of_another_task_is_played_again(tmp_path: Path) -> None:
+    """The same conditions, but the source now has another task at that place."""
+    journal = EvaluationJournal(tmp_path / "j", {})
+    journal.save(1, 0, "b", EvaluatedEpisode(1.0, "done"))
+    assert journal.load(1, 0, "c") is None

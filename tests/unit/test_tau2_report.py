@@ -6,13 +6,18 @@ import asyncio
 import importlib
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_async.rollout.environments.base import EnvironmentFailure, Outcome, ReportingTaskSource
+from megatron_async.rollout.environments.tau2 import report
 from megatron_async.rollout.estimators import over_tasks, pass_hat_k
+from megatron_async.rollout.evaluation import evaluate
+from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
+from megatron_async.rollout.evaluation_subject import Subject
 from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
 
@@ -57,12 +62,96 @@ def test_results_are_read_by_the_benchmark_and_give_its_numbers(tmp_path: Path) 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_pass_hat_k_is_the_benchmarks_on_random_tables(seed: int) -> None:
-    theirs = importlib.import_module("tau2.metrics.agent_metrics").pass_hat_k
+    """Its own whole computation, on results in its format; tasks have as many trials as they have, or none."""
+    source = source_of("telecom")
     rng = random.Random(seed)
-    table = [[rng.random() < 0.7 for _ in range(rng.randint(4, 8))] for _ in range(12)]
-    for k, ours in over_tasks(table, 4, pass_hat_k).items():
-        expected = sum(theirs(len(row), sum(row), k) for row in table) / len(table)
-        assert ours == pytest.approx(expected, abs=1e-15)
+    fewest = rng.choice([1, 1, 2, 4])
+    counts = [rng.choice([0, *range(fewest, 5)]) for _ in range(11)] + [fewest]
+    table = [[rng.random() < 0.7 for _ in range(count)] for count in counts]
+    outcomes = [
+        Outcome(source.task(index), sample, float(passed), {"termination": "user_stop"}, 1, 1, 1.0)
+        for index, row in enumerate(table)
+        for sample, passed in enumerate(row)
+    ]
+    results = report.benchmark_results(source.context.domain, source.options, outcomes, 4, {})
+    theirs = importlib.import_module("tau2.metrics.agent_metrics").compute_metrics(results).pass_hat_ks
+    assert over_tasks(table, 4, pass_hat_k) == pytest.approx(theirs, abs=1e-15)
+    assert max(theirs) == fewest
+
+
+def test_the_report_says_who_was_evaluated_and_what_it_lacks(tmp_path: Path) -> None:
+    """Through an evaluation: one of three tasks fails in one trial, as its user does not answer."""
+    plays: Counter[str] = Counter()
+
+    class Source:
+        split = "heldout"
+
+        def __init__(self) -> None:
+            self.tasks = source_of("telecom", verify_official=0.0)
+            self.size, self.report = self.tasks.size, self.tasks.report
+
+        def labels(self) -> dict[str, str]:
+            return {"task_file": "mine.json"}
+
+        def task(self, index: int) -> Any:
+            return self.tasks.task(index)
+
+        def environment(self, task: Any) -> Any:
+            return self.tasks.environment(task)
+
+    source: Any = Source()
+
+    async def mute(task: Any, sample: str) -> EvaluatedEpisode:
+        plays[task.task_id] += 1
+        if task.task_id == source.task(0).task_id and sample.startswith("1-"):
+            return EvaluatedEpisode(None, "environment_failure")
+        gold = altered(source.tasks.context.domain.tasks[task.data["id"]], "gold", False)
+        reward, info = await play(environment_of(source.tasks, task.data["id"]), gold[-1:])
+        return EvaluatedEpisode(reward, "done", info, versions=(3, 3))
+
+    name, sampling = "/data/Qwen3-4B", {"temperature": 0.5}
+    subject = Subject("checkpoint", name, name, "0123456789abcdef", sampling, {"max_turns": 9})
+    asyncio.run(evaluate(mute, source, tasks=3, samples=2, concurrency=1, folder=tmp_path, subject=subject))
+    page = (tmp_path / "tau2-telecom.md").read_text()
+    assert "model /data/Qwen3-4B, from /data/Qwen3-4B (digest 0123456789abcdef), policy version 3." in page
+    assert "Sampling: temperature 0.5. Limits: max_turns 9." in page
+    assert "Episodes left out: 1." in page and "Tasks that lack trials: 1;" in page
+    assert "User model: none; judge model: none." in page
+    assert "**task file: mine.json.**" in page
+    assert "on no episode was it compared" in page
+    info = json.loads((tmp_path / "tau2-telecom.json").read_text())["info"]
+    assert (info["agent_info"]["llm"], info["agent_info"]["llm_args"]) == ("/data/Qwen3-4B", {"temperature": 0.5})
+    assert info["user_info"]["llm"] is None
+
+
+@pytest.mark.parametrize(
+    ("agreed", "evaluator", "said"),
+    [
+        ([True, False, None], "cached", "disagreed on 1 of 2 episodes compared"),
+        ([None, None], "cached", "on no episode was it compared"),
+        ([None], "official", "The benchmark's own evaluator judged every episode"),
+    ],
+)
+def test_disagreements_are_of_the_episodes_compared(
+    tmp_path: Path, agreed: list[bool | None], evaluator: str, said: str
+) -> None:
+    source = source_of("telecom", evaluator=evaluator)
+    infos = [{"termination": "user_stop"} | ({} if one is None else {"official_agrees": one}) for one in agreed]
+    outcomes = [Outcome(source.task(0), n, 1.0, info, 1, 1, 1.0) for n, info in enumerate(infos)]
+    source.report(outcomes, len(agreed), tmp_path)
+    assert said in (tmp_path / "tau2-telecom.md").read_text()
+
+
+def test_models_of_user_and_judge_stand_in_the_report(tmp_path: Path) -> None:
+    def named(model: str) -> dict[str, Any]:
+        return {"url": "http://127.0.0.1:9/v1", "model": model}
+
+    source = source_of("telecom", user={"kind": "endpoint", "endpoint": named("Us")}, judge=named("Ju"))
+    outcome = Outcome(source.task(0), 0, 1.0, {"termination": "user_stop"}, 1, 1, 1.0)
+    source.report([outcome], 1, tmp_path)
+    assert "User model: Us; judge model: Ju." in (tmp_path / "tau2-telecom.md").read_text()
+    info = json.loads((tmp_path / "tau2-telecom.json").read_text())["info"]
+    assert (info["user_info"]["llm"], info["agent_info"]["llm"]) == ("Us", "not stated")
 
 
 def test_training_on_evaluation_tasks_stands_in_the_report(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@
     <folder>/tau2-<domain>[-solo].md      the same for people: pass^k, pass@k, floor, endings, costs
 
 Invariants
-- The JSON passes the benchmark's own validation, and its own `compute_metrics` gives our pass^k.
-- The floor (what doing nothing scores on the same tasks) and everything that makes a number incomparable (own prompt,
-  scripted user, another reward basis, trained on evaluation tasks) stand in the same report.
+- The JSON passes the benchmark's own validation, and its own `compute_metrics` gives our pass^k, also where tasks lack
+  trials.
+- The floor (what doing nothing scores on the same tasks), who was evaluated, what was left out, and everything that
+  makes a number incomparable (own prompt, scripted user, another reward basis, trained on evaluation tasks) stand in
+  the same report.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from megatron_async.rollout.environments.base import Outcome
 from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.floor import floor
 from megatron_async.rollout.environments.tau2.options import Tau2Options
-from megatron_async.rollout.estimators import over_tasks, pass_at_k, pass_hat_k, standard_error
-from megatron_async.rollout.evaluation_statistics import interval
+from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k
+from megatron_async.rollout.evaluation_statistics import TRAINED_ON, describe_labels, describe_subject
+from megatron_async.rollout.evaluation_subject import read_subject
 
 SUCCESS = 1.0 - 1e-6
 """The benchmark's own threshold for success."""
@@ -42,12 +45,14 @@ def write(
     samples: int,
     folder: Path,
 ) -> dict[str, Any]:
-    """Write both files; returns the summary for the evaluation's row."""
+    """Write both files; returns the summary for the evaluation's row. Who was evaluated is read from the folder."""
     name = f"tau2-{options.domain}{'-solo' if options.solo else ''}"
-    results = benchmark_results(domain, options, outcomes, samples)
+    stated = read_subject(folder)
+    results = benchmark_results(domain, options, outcomes, samples, stated.get("subject", {}))
     (folder / f"{name}.json").write_text(results.model_dump_json(indent=2), encoding="utf-8")
     summary = {**stamp, **summarise(domain, options, outcomes, samples)}
-    (folder / f"{name}.md").write_text(markdown(summary), encoding="utf-8")
+    page = markdown(summary, {**_lacking(outcomes, samples), **stated})
+    (folder / f"{name}.md").write_text(page, encoding="utf-8")
     return {**summary, "results": f"{name}.json"}
 
 
@@ -59,18 +64,22 @@ def summarise(
     for outcome in outcomes:
         by_task[outcome.task.data["id"]].append(outcome.reward >= SUCCESS)
     rates = [fmean(group) for group in by_task.values()]
-    mean = fmean(rates)
+    compared = [outcome.info["official_agrees"] for outcome in outcomes if "official_agrees" in outcome.info]
     nothing = floor(domain, by_task, options.reward_basis)
     return {
         "tasks": len(by_task),
         "episodes": len(outcomes),
-        "success_rate": mean,
-        "confidence_95": interval(mean, standard_error(rates)),
+        "success_rate": fmean(rates),
+        "confidence_95": interval(rates),
         "pass_hat": over_tasks(by_task.values(), samples, pass_hat_k),
         "pass_at": over_tasks(by_task.values(), samples, pass_at_k),
         "floor": nothing.rate,
         "terminations": dict(Counter(str(outcome.info.get("termination")) for outcome in outcomes)),
-        "evaluator_disagreements": sum(outcome.info.get("official_agrees") is False for outcome in outcomes),
+        "evaluator": options.evaluator,
+        "evaluator_comparisons": len(compared),
+        "evaluator_disagreements": compared.count(False),
+        "user_model": _user_model(options) or "none",
+        "judge_model": options.judge.model if options.judge.url else "none",
         "tokens_per_episode": fmean(outcome.tokens for outcome in outcomes),
         "turns_per_episode": fmean(outcome.turns for outcome in outcomes),
         "tool_errors_per_episode": fmean(outcome.info.get("tool_errors", 0) for outcome in outcomes),
@@ -80,8 +89,8 @@ def summarise(
     }
 
 
-def markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as a page."""
+def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
+    """The summary as a page. stated: about whom it is and what it lacks, as of `EvaluationResult.stated`."""
     mode = ", solo" if summary["solo"] else ""
     interval = summary["confidence_95"]
     lines = [
@@ -91,6 +100,9 @@ def markdown(summary: Mapping[str, Any]) -> str:
         + (f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else "")
         + f" on {summary['tasks']} tasks, {summary['episodes']} episodes. "
         f"**Doing nothing scores {summary['floor']:.1%}.**",
+        *_unusual(summary, stated),
+        "",
+        *describe_subject(stated, summary),
         "",
         "| k | pass^k | pass@k |",
         "|---|---|---|",
@@ -103,7 +115,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"Per episode: {summary['turns_per_episode']:.1f} turns, {summary['tokens_per_episode']:.0f} tokens, "
         f"{summary['tool_errors_per_episode']:.2f} failed tool calls.",
         f"Benchmark {summary['benchmark']}, user: {summary['user']}, prompt: {summary['prompt']}, reward basis: "
-        f"{summary['reward_policy']}, evaluators disagreed on {summary['evaluator_disagreements']} episodes.",
+        f"{summary['reward_policy']}. {_evaluators(summary)}",
     ]
     if "user_errors" in summary:
         errors, tokens = summary["user_errors"], summary["user_tokens"]
@@ -111,16 +123,48 @@ def markdown(summary: Mapping[str, Any]) -> str:
             f"User simulator: {errors['repeated']} requests repeated, {errors['unanswered']} given up (such episodes "
             f"are not counted); {tokens[0]} prompt and {tokens[1]} completion tokens."
         )
-    if "trained_on_evaluation_tasks" in summary:
-        lines += [
-            "",
-            f"**Trained on {summary['trained_on_evaluation_tasks']} of the evaluation tasks: no benchmark number.**",
-        ]
     return "\n".join(lines) + "\n"
 
 
-def benchmark_results(domain: Domain, options: Tau2Options, outcomes: Sequence[Outcome], samples: int) -> Any:
-    """The benchmark's `Results` object."""
+def _unusual(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
+    stamped = {TRAINED_ON: str(summary[TRAINED_ON])} if TRAINED_ON in summary else {}
+    return describe_labels({**stated.get("labels", {}), **stamped})
+
+
+def _evaluators(summary: Mapping[str, Any]) -> str:
+    if summary["evaluator"] == "official":
+        return "The benchmark's own evaluator judged every episode."
+    compared = summary["evaluator_comparisons"]
+    if not compared:
+        return "Our evaluator judged; on no episode was it compared with the benchmark's own."
+    differed = summary["evaluator_disagreements"]
+    return f"Our evaluator and the benchmark's own disagreed on {differed} of {compared} episodes compared."
+
+
+def _lacking(outcomes: Sequence[Outcome], samples: int) -> dict[str, int]:
+    """What the tasks with outcomes lack, where nobody has stated what was asked for."""
+    trials = Counter(outcome.task.task_id for outcome in outcomes)
+    return {
+        "short_tasks": sum(count < samples for count in trials.values()),
+        "left_out": len(trials) * samples - len(outcomes),
+    }
+
+
+def _user_model(options: Tau2Options) -> str | None:
+    """Name of the model that plays the user; None where none does."""
+    if options.solo or options.user.kind != "endpoint":
+        return None
+    return options.user.endpoint.model
+
+
+def benchmark_results(
+    domain: Domain,
+    options: Tau2Options,
+    outcomes: Sequence[Outcome],
+    samples: int,
+    subject: Mapping[str, Any],
+) -> Any:
+    """The benchmark's `Results` object. subject: who was evaluated (`evaluation_subject.Subject`), empty if unknown."""
     package = domain.package
     solo = options.solo
     info = package.Info(
@@ -130,10 +174,14 @@ def benchmark_results(domain: Domain, options: Tau2Options, outcomes: Sequence[O
         max_errors=options.max_errors,
         user_info=package.UserInfo(
             implementation="dummy_user" if solo else f"user_simulator ({options.user.kind})",
-            llm=None if solo else options.user.endpoint.model,
-            llm_args=None if solo else dict(options.user.endpoint.sampling),
+            llm=_user_model(options),
+            llm_args=None if _user_model(options) is None else dict(options.user.endpoint.sampling),
         ),
-        agent_info=package.AgentInfo(implementation="llm_agent_solo" if solo else "llm_agent", llm="policy"),
+        agent_info=package.AgentInfo(
+            implementation="llm_agent_solo" if solo else "llm_agent",
+            llm=subject.get("model", "not stated"),
+            llm_args=subject.get("sampling"),
+        ),
         environment_info=domain.environment().get_info(),
     )
     chosen = dict.fromkeys(outcome.task.data["id"] for outcome in outcomes)
