@@ -12,6 +12,7 @@ import pytest
 from megatron_async.rollout import chat_endpoint
 from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointError, EndpointOptions, well_formed
 from megatron_async.rollout.environments.base import EnvironmentFailure
+from megatron_async.rollout.environments.tau2.users import EndpointUser
 from tests.unit.chat_endpoint import ChatServer, call, text
 from tests.unit.tau2_support import altered, domain, play, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
@@ -108,6 +109,33 @@ def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("SOME_KEY")
     with pytest.raises(ValueError, match="SOME_KEY .* is not set"):
         ChatEndpoint(EndpointOptions(url="x", api_key_env="SOME_KEY"))
+
+
+SECRET = "<think>\nThe agent must not know: secret.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("thoughts", [SECRET, SECRET.replace("<think>", ""), ""])
+def test_agent_hears_what_the_user_says_not_what_it_thinks(thoughts: str) -> None:
+    said = with_server(ChatServer(lambda body: text(f"{thoughts}Hi, I need help")), hear)
+    assert said.content == "Hi, I need help"
+
+
+@pytest.mark.parametrize(
+    "broken", [{**text("I want to canc"), "cut": True}, text(SECRET), text("<think>for ever"), text(" ")]
+)
+def test_user_that_was_cut_or_only_thought_is_asked_again_and_then_fails(broken: dict[str, Any]) -> None:
+    answers = iter([broken, text("fine")])
+    assert with_server(ChatServer(lambda body: next(answers)), hear).content == "fine"
+    with pytest.raises(EnvironmentFailure, match="user simulator: .* in 2 attempts"):
+        with_server(ChatServer(lambda body: broken), hear)
+
+
+async def hear(server: ChatServer) -> Any:
+    user = EndpointUser(ChatEndpoint(EndpointOptions(url=server.url, retries=1)))
+    try:
+        return await user.answer([text("hello")], [])
+    finally:
+        await user.close()
 
 
 @requires_tau2

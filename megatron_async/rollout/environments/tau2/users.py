@@ -4,13 +4,14 @@ Invariants
 - A user only turns the conversation so far into what the user says next; what that does to the episode is decided by
   the benchmark's code in `episode`.
 - A user that cannot answer raises `EnvironmentFailure`: the episode is no wrong answer, it is no answer.
+- The agent hears what a user says, never what it thinks, and never half of it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class EndpointUser:
         if self.session is None:
             self.session = self.endpoint.session()
         try:
-            completion = await self.endpoint.complete(self.session, conversation, tools, _not_empty)
+            completion = await self.endpoint.complete(self.session, conversation, tools, _spoken)
         except EndpointError as error:
             raise EnvironmentFailure(f"user simulator: {error}") from error
         self.prompt_tokens += completion.prompt_tokens
@@ -62,11 +63,24 @@ class EndpointUser:
             await self.session.close()
 
 
-def _not_empty(completion: Completion) -> Completion:
+def _spoken(completion: Completion) -> Completion:
+    """What the agent may hear of an answer. ValueError, which has it asked for again, for one that is cut or empty."""
     well_formed(completion)
-    if not completion.calls and not completion.content.strip():
+    if completion.finish_reason == "length":
+        raise ValueError("the user's answer was cut by a limit on tokens (user.endpoint.sampling.max_tokens)")
+    said = replace(completion, content=_without_thoughts(completion.content))
+    if not said.calls and not said.content.strip():
         raise ValueError("the user said nothing")
-    return completion
+    return said
+
+
+def _without_thoughts(text: str) -> str:
+    """The text after a leading block of thoughts, which some servers leave in it; the opening mark may be missing, as
+    templates write it in the prompt."""
+    _, end, rest = text.partition("</think>")
+    if not end and text.lstrip().startswith("<think>"):
+        raise ValueError("the user's thoughts have no end")
+    return rest.lstrip() if end else text
 
 
 class ScriptedUser:
