@@ -58,7 +58,7 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     Raises UserError for what the user can mend.
     """
     # Both would be found out half a minute later, when the engines have started.
-    ChatFormat(config.model.path)
+    ChatFormat(config.model.path, config.rollout.chat_template_options)
     check_environment(config)
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=resume)

@@ -62,7 +62,7 @@ def _row(result: TrainStepResult) -> dict[str, float]:
 
 
 def _examples(config: RunConfig) -> list[Sequence]:
-    chat = ChatFormat(config.model.path)
+    chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
     pairs = build_demonstrations(config.environment, config.warm_start.demonstrations, config.seed, chat)
     return [_example(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in pairs]
 

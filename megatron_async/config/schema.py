@@ -178,6 +178,9 @@ class RolloutConfig:
     warns."""
     top_k: int = -1
     """Tokens kept before sampling; -1 keeps all. Biases ratios like top_p."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, in rollout, evaluation and warm start; `{enable_thinking: false}` switches the
+    thinking of Qwen3 off. An endpoint that is evaluated gets them as `chat_template_kwargs`."""
     turn_deadline_s: float = 300.0
     """Longest wait for one turn of the policy or one step of the environment. Then the trajectory fails, and is not
     counted as reward 0."""

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -52,8 +53,8 @@ class ChatFormat:
         """Load and check the tokenizer in a checkpoint directory.
 
         `template_options` go to the chat template (e.g. {"enable_thinking": False} for Qwen3).
-        Raises ChatFormatError when the directory holds no tokenizer, no chat template, one without tools, or one whose
-        earlier text depends on later messages.
+        Raises ChatFormatError when the directory holds no tokenizer, no chat template, one without tools, one that does
+        not know an option, or one whose earlier text depends on later messages.
         """
         self._path = Path(tokenizer_path)
         self._options = dict(template_options or {})
@@ -74,6 +75,7 @@ class ChatFormat:
             )
         self.stop_token_ids: tuple[int, ...] = self._stop_tokens()
         self._control = tuple(token for token in self._tokenizer.all_special_tokens if len(token) > 1)
+        self._refuse_unknown_options()
         self._refuse_template_without_tools()
         self.turn_end_id: int = self._find_turn_end()
         self._refuse_unstable_template()
@@ -222,6 +224,17 @@ class ChatFormat:
             configured = json.loads(generation.read_text()).get("eos_token_id") or []
             stops += configured if isinstance(configured, list) else [configured]
         return tuple(dict.fromkeys(stops))
+
+    def _refuse_unknown_options(self) -> None:
+        template = self._tokenizer.chat_template
+        known = set(re.findall(r"\w+", template if isinstance(template, str) else "\n".join(template.values())))
+        for name in sorted(self._options.keys() - known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ChatFormatError(
+                f"rollout.chat_template_options: the chat template in {self._path} knows no {name!r}, which would "
+                f"change nothing{hint}"
+            )
 
     def _refuse_template_without_tools(self) -> None:
         text = self._render([Message("user", "hello")], [_PROBE_TOOL], prompt=True)

@@ -496,7 +496,7 @@ async def _main(config: RunConfig) -> int:
 
 
 async def _roll_out(config: RunConfig, bank: Bank) -> None:
-    chat = ChatFormat(config.model.path)
+    chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
     source = build_task_source(config.environment, "train", config.seed)
     status, timeline = StatusWriter(config.run_path, "rollout"), Timeline(config.run_path, "rollout")
     urls = await serving_engines(config.run_path, config.engines.start_deadline_s)

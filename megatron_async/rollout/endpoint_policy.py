@@ -78,6 +78,8 @@ def endpoint_options(config: RunConfig, url: str, model: str, api_key_env: str) 
     }
     if rollout.top_p < 1.0:
         sampling["top_p"] = rollout.top_p
+    if rollout.chat_template_options:
+        sampling["chat_template_kwargs"] = dict(rollout.chat_template_options)
     return EndpointOptions(
         url=url,
         model=model,

@@ -214,7 +214,7 @@ def run_blocking(
 
 
 async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path) -> EvaluationResult:
-    chat = ChatFormat(config.model.path)
+    chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
     source = build_task_source(config.environment, "heldout", config.seed)
     sampling = evaluation_sampling(config.rollout, config.evaluation.temperature)
     limits = replace(EpisodeLimits.from_config(config), routed_experts=False)
@@ -226,7 +226,7 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
             model=config.name if ours else config.model.path,
             place=config.model.path,
             digest=checkpoint_digest(Path(config.model.path)),
-            sampling=asdict(sampling),
+            sampling=asdict(sampling) | _template_options(config),
             limits=limits.of_policy(),
             seed=config.seed,
         )
@@ -234,6 +234,12 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
         play = engine_player(pool, source, chat, sampling, limits)
         work = journalled(config, play, source, subject, same, folder)
         return await (with_engines(pool, config.run_path, work) if ours else work)
+
+
+def _template_options(config: RunConfig) -> dict[str, Any]:
+    """Whether the policy was to think, and the like, by the name that endpoints know; empty where nothing is set."""
+    options = config.rollout.chat_template_options
+    return {"chat_template_kwargs": dict(options)} if options else {}
 
 
 async def journalled(
