@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_async.trajectory import Trajectory
+if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
+    from megatron_async.trajectory import Trajectory
 
 SUCCESS_REWARD = 1.0 - 1e-6
 """A reward of 1 is success; sums of shares may fall short by rounding."""

@@ -12,11 +12,13 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from megatron_async.config.schema import RunConfig
 from megatron_async.rollout.environments.base import TaskSource
+
+if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
+    from megatron_async.config.schema import RunConfig
 
 _SMALL = 32 * 2**20
 """Bytes up to which a checkpoint's configuration, tokenizer and index are read whole."""

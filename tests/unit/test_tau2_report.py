@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,17 @@ def test_models_of_user_and_judge_stand_in_the_report(tmp_path: Path) -> None:
     assert "User model: Us; judge model: Ju." in (tmp_path / "tau2-telecom.md").read_text()
     info = json.loads((tmp_path / "tau2-telecom.json").read_text())["info"]
     assert (info["user_info"]["llm"], info["agent_info"]["llm"]) == ("Us", "not stated")
+
+
+def test_reports_need_none_of_our_packages() -> None:
+    """The benchmark may run in a process whose interpreter has its packages and aiohttp alone (option `python`)."""
+    ours = ("yaml", "msgspec", "zstandard", "torch", "sglang_bridge")
+    code = (
+        "import sys, megatron_async.rollout.environments.tau2.report; "
+        f"sys.exit(', '.join(name for name in {ours} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_training_on_evaluation_tasks_stands_in_the_report(tmp_path: Path) -> None:
