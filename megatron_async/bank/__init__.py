@@ -1,6 +1,6 @@
 """The bank: trajectories, versions and steps in a database, so that no process owns what another one needs."""
 
-from megatron_async.bank.bank import Admitted, Bank
+from megatron_async.bank.bank import Admitted, Bank, Issued, Place
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankError, BankOpenError, TokensDiscarded
 from megatron_async.bank.filtering import Filtered
@@ -14,7 +14,9 @@ __all__ = [
     "BankError",
     "BankOpenError",
     "Filtered",
+    "Issued",
     "OpenGroup",
+    "Place",
     "State",
     "Step",
     "TokensDiscarded",

@@ -50,12 +50,29 @@ class Admitted(NamedTuple):
     running: int
 
 
+class Place(NamedTuple):
+    """Prompts of a stream: those from `at` up to `after`. most: trajectories that may run and wait in all."""
+
+    cursor: str
+    at: int
+    after: int
+    most: int
+
+
+class Issued(NamedTuple):
+    """Whether the trajectories were started, and where the cursor stands now."""
+
+    started: bool
+    cursor: int
+
+
 class Bank:
     """See the module. Every method raises BankError when it would break an invariant, and then changes nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._writer = dialects.writing(engine)
+        self._claims: dict[str, dialects.Claim] = {}
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -76,6 +93,8 @@ class Bank:
         return bank
 
     def close(self) -> None:
+        for name in list(self._claims):
+            self.release(name)
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -92,19 +111,37 @@ class Bank:
         """Record a new running trajectory; its prompt and group are recorded with their first member."""
         self.start_trajectories([trajectory])
 
-    def start_trajectories(self, batch: Sequence[Trajectory], cursor: tuple[str, int] | None = None) -> None:
-        """`start_trajectory` for many, and `save_cursor(*cursor)`, in one transaction.
-
-        With the cursor a prompt is issued exactly when its group is recorded, wherever a kill falls.
-        """
+    def start_trajectories(self, batch: Sequence[Trajectory]) -> None:
+        """`start_trajectory` for many in one transaction."""
 
         def work(conn: Connection) -> None:
             for trajectory in batch:
                 collecting.start(conn, trajectory)
-            if cursor is not None:
-                ledger.write_cursor(conn, *cursor)
 
         self._write(work)
+
+    def issue(
+        self, batch: Sequence[Trajectory], place: Place, states: Mapping[str, str] | None = None
+    ) -> Issued:
+        """Start trajectories for the next prompts of a stream that several rollout processes may draw from.
+
+        Started, they are recorded and the prompts are issued in one transaction, wherever a kill falls. Nothing happens
+        when others have issued prompts from `place.at` on, or what runs and waits would become more than `place.most`.
+        states: `set_state`, with it.
+        """
+
+        def work(conn: Connection) -> Issued:
+            at = ledger.lock_cursor(conn, place.cursor)
+            if at != place.at or collecting.in_play(conn) + len(batch) > place.most:
+                return Issued(False, at)
+            for trajectory in batch:
+                collecting.start(conn, trajectory)
+            for key, value in (states or {}).items():
+                ledger.write_key(conn, key, value)
+            ledger.write_cursor(conn, place.cursor, place.after)
+            return Issued(True, place.after)
+
+        return self._write(work)
 
     def checkpoint_trajectory(self, trajectory: Trajectory) -> None:
         """Write down the present tokens of a running trajectory: what a kill of the rollout leaves to resume from."""
@@ -131,6 +168,10 @@ class Bank:
             return [collecting.finish(conn, trajectory, newest) for trajectory in batch]
 
         return self._write(work)
+
+    def states_of(self, trajectory_ids: Sequence[str]) -> dict[str, State]:
+        """States of the named trajectories; one that is not there is left out."""
+        return self._read(lambda conn: collecting.states_of(conn, trajectory_ids))
 
     def list_running(self) -> list[Trajectory]:
         """Running trajectories as last written down, oldest first; after a kill these are the partial ones."""
@@ -293,6 +334,30 @@ class Bank:
 
     def get_state(self, key: str) -> str | None:
         return self._read(lambda conn: ledger.read_key(conn, key))
+
+    def get_states(self, keys: Sequence[str]) -> dict[str, str]:
+        """Those of the keys that were set."""
+        return self._read(lambda conn: ledger.read_keys(conn, keys))
+
+    def claim(self, name: str) -> bool:
+        """Hold a name for this process; False while another one does. Ask again to see whether it is still held.
+
+        It is given back by `release`, by `close`, and by the end of the process, however that comes. A PostgreSQL
+        server that restarts forgets it: asked again, it is taken again, unless another process was faster.
+        """
+        held = self._claims.get(name)
+        if held is not None and held.held():
+            return True
+        self.release(name)
+        taken = dialects.try_claim(self._engine, name)
+        if taken is not None:
+            self._claims[name] = taken
+        return taken is not None
+
+    def release(self, name: str) -> None:
+        """Give a claimed name back; nothing happens where it is not held."""
+        if (held := self._claims.pop(name, None)) is not None:
+            held.release()
 
     def counts(self) -> dict[str, int]:
         """Trajectories per state, every state named."""

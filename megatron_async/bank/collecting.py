@@ -6,13 +6,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
 from megatron_async.bank import groups, texts
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, count, move
-from megatron_async.bank.tables import payloads, trajectories
+from megatron_async.bank.tables import payloads, state_counts, trajectories
 from megatron_async.trajectory import Status, Trajectory
+
+_IDS_AT_ONCE = 512  # keeps the number of parameters of one statement below every database's limit
 
 
 def start(conn: Connection, trajectory: Trajectory) -> None:
@@ -107,6 +109,23 @@ def running(conn: Connection) -> list[bytes]:
     query = select(payloads.c.data).join(trajectories, trajectories.c.position == payloads.c.position)
     query = query.where(trajectories.c.state == State.RUNNING.value).order_by(trajectories.c.position)
     return list(conn.execute(query).scalars())
+
+
+def in_play(conn: Connection) -> int:
+    """Trajectories that run, or wait for a step to be committed."""
+    counted = (State.RUNNING.value, State.FINISHED.value, State.RESERVED.value)
+    query = select(func.sum(state_counts.c.n)).where(state_counts.c.state.in_(counted))
+    return int(conn.execute(query).scalar_one())
+
+
+def states_of(conn: Connection, trajectory_ids: Sequence[str]) -> dict[str, State]:
+    """See `Bank.states_of`."""
+    query = select(trajectories.c.trajectory_id, trajectories.c.state)
+    found: dict[str, State] = {}
+    for begin in range(0, len(trajectory_ids), _IDS_AT_ONCE):
+        named = trajectories.c.trajectory_id.in_(trajectory_ids[begin : begin + _IDS_AT_ONCE])
+        found.update({row.trajectory_id: State(row.state) for row in conn.execute(query.where(named))})
+    return found
 
 
 def abandon(conn: Connection, reason: str, trajectory_ids: Sequence[str] | None) -> int:

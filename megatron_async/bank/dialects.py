@@ -7,11 +7,14 @@ PostgreSQL: READ COMMITTED with row locks; rows another transaction holds are sk
 
 from __future__ import annotations
 
+import fcntl
 import sqlite3
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, Table, create_engine, event, func, make_url, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
@@ -27,6 +30,13 @@ SQLITE_CACHE_KIB = 32 * 1024
 _POSTGRESQL_DISK_FULL = "53100"
 _POSTGRESQL_MAKES_WAY = ("40001", "40P01")  # serialization failure, deadlock
 _SCHEMA_LOCK = 0x4D41424B  # any number will do that no other program uses as an advisory lock
+
+
+class Claim(NamedTuple):
+    """A name that this process holds. release: give it back. held: whether the database still agrees."""
+
+    release: Callable[[], None]
+    held: Callable[[], bool]
 
 
 def make_engine(url: str) -> Engine:
@@ -79,6 +89,43 @@ def lock_schema(conn: Connection) -> None:
     """Let one process at a time create the tables. (A writing SQLite transaction is alone already.)"""
     if conn.dialect.name == "postgresql":
         conn.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})")
+
+
+def try_claim(engine: Engine, name: str) -> Claim | None:
+    """Hold `name` for this process, or None while another one does. It is free again when its holder ends, however."""
+    return _try_file(engine, name) if engine.dialect.name == "sqlite" else _try_advisory(engine, name)
+
+
+def _try_file(engine: Engine, name: str) -> Claim | None:
+    """The kernel's lock on a file beside the database."""
+    file = Path(f"{engine.url.database}.{name}.lock").open("a")  # noqa: SIM115 (open for as long as it is held)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return Claim(file.close, lambda: True)
+
+
+def _try_advisory(engine: Engine, name: str) -> Claim | None:
+    """An advisory lock of a connection of its own; the server notices within a minute when the holder's host dies."""
+    conn = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+    conn.detach()  # never given to somebody else by the pool
+    for setting in ("idle = 30", "interval = 10", "count = 3"):
+        conn.exec_driver_sql(f"SET tcp_keepalives_{setting}")
+    lock = func.pg_try_advisory_lock(func.hashtextextended(func.current_schema() + f"/{name}", 0))
+    if not conn.execute(select(lock)).scalar_one():
+        conn.close()
+        return None
+
+    def held() -> bool:
+        try:
+            conn.exec_driver_sql("SELECT 1")
+        except DBAPIError:
+            return False
+        return True
+
+    return Claim(conn.close, held)
 
 
 def insert_missing(conn: Connection, table: Table, values: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ resumed version as parent, so that versions form a graph and a token's version a
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
@@ -91,8 +92,20 @@ def read_key(conn: Connection, key: str) -> str | None:
     return conn.execute(select(key_values.c.value).where(key_values.c.key == key)).scalar_one_or_none()
 
 
+def read_keys(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
+    found = conn.execute(select(key_values).where(key_values.c.key.in_(keys)))
+    return {row.key: row.value for row in found}
+
+
 def write_cursor(conn: Connection, name: str, value: int) -> None:
     dialects.upsert(conn, cursors, "name", {"name": name, "value": value})
+
+
+def lock_cursor(conn: Connection, name: str) -> int:
+    """The value, which nobody else moves until the transaction ends."""
+    dialects.insert_missing(conn, cursors, {"name": name, "value": 0})
+    found = select(cursors.c.value).where(cursors.c.name == name).with_for_update()
+    return int(conn.execute(found).scalar_one())
 
 
 def read_cursor(conn: Connection, name: str) -> int | None:

@@ -22,7 +22,7 @@ from megatron_async.config.objective_checks import advantage_problems, objective
 from megatron_async.config.placement import placement_problems
 from megatron_async.config.plan import memory_problems
 from megatron_async.config.routing import routing_problems, routing_warnings
-from megatron_async.config.schema import RunConfig
+from megatron_async.config.schema import MOST_ROLLOUTS, RunConfig
 
 # Ports of one server: HTTP, and up to this many that SGLang takes after it for its own processes.
 _HIGHEST_PORT = 65535
@@ -100,6 +100,13 @@ def _check_rollout(config: RunConfig) -> list[str]:
             f"rollout.max_staleness: {rollout.max_staleness} is too small for publish.every = {config.publish.every}: "
             f"the engines lag up to {config.publish.every - 1} versions behind, so no token would be young enough; set "
             f"max_staleness to at least {config.publish.every - 1}"
+        )
+    if not 0 <= rollout.process < MOST_ROLLOUTS:
+        problems.append(f"rollout.process: {rollout.process} is outside 0 to {MOST_ROLLOUTS - 1}")
+    if rollout.process and config.old_logits.source == "interrupt":
+        problems.append(
+            f"rollout.process: {rollout.process} with objective.anchor: {config.objective.anchor}, for which one "
+            "process answers what all trajectories hold so far; run one rollout process, or choose another anchor"
         )
     if rollout.temperature <= 0:
         problems.append(

@@ -156,6 +156,9 @@ class ObjectiveConfig:
     """Options of the method or of its anchor, by name; unknown ones are refused (see docs/algorithms)."""
 
 
+MOST_ROLLOUTS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
     """How agents are run against the engines."""
@@ -196,6 +199,9 @@ class RolloutConfig:
     they get make the groups that are left shorter."""
     poll_s: float = 0.1
     """Seconds between two looks at the bank for a new version or free capacity. Smaller reacts faster, asks more."""
+    process: int = 0
+    """Number of this rollout process, from 0 to 63, when several fill one bank (`bank.url`). One process per number:
+    started again, it goes on with what it left. `launch` starts number 0; give further ones theirs with --set."""
     flush_s: float = 2.0
     """Seconds between two rounds that write the tokens of running trajectories into the bank. A kill of the rollout
     loses at most what came since the last one; environments that can be replayed go on from there. 0 writes down

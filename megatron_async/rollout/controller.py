@@ -7,6 +7,8 @@ Invariants
 - Every group that was started completes, or is kept without members that failed too often (`rollout.partial_groups`),
   or is given up and counted; its room is free again in any case. Nothing that happens to one group stops another.
 - A failed attempt is repeated under a budget, as a new trajectory; it is never a reward.
+- Several processes may roll out into one bank, each under a number of its own: they draw from one stream of prompts and
+  share the room that the bound leaves; each recovers what its number started, and nothing else.
 - The prompt cursor and every group are in the bank before the first token is sampled: a restarted rollout completes
   the groups that were open and goes on with unused prompts. Episodes that were under way go on after what was written
   down of them, where their environment can be replayed and their tokens are not too old; others begin anew. Which of
@@ -24,10 +26,10 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_async.bank import Bank, OpenGroup, State
+from megatron_async.bank import Bank, OpenGroup, Place, State
 from megatron_async.config.methods import ADVANTAGES
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
@@ -43,7 +45,7 @@ from megatron_async.rollout.engines import EngineVersions, build_pool, serving_e
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.episode_limits import EpisodeLimits
-from megatron_async.rollout.ledger import BankView, Ledger
+from megatron_async.rollout.ledger import CURSOR, BankView, Ledger
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.sampling import training_sampling
 from megatron_async.rollout.writing_down import PartialWriter, Played, Streaming
@@ -59,6 +61,7 @@ _LEAST_PAUSE_S = 0.01
 _LONGEST_RETRY_PAUSE_S = 5.0
 _HOPELESS_GROUPS = 8
 _GROUPS_AT_ONCE = 8
+_CLAIM_PATIENCE_S = 10.0
 
 
 class RolloutFailure(UserError):
@@ -121,12 +124,14 @@ class RolloutController:
         self._clock = clock
         self._status = status
         self._timeline = timeline
-        self._ledger = Ledger(bank)
+        self._ledger = Ledger(bank, config.rollout.process)
         self._prompts = PromptStream(task_source, config.seed)
         self._limits = EpisodeLimits.from_config(config)
         self._sampling = training_sampling(config.rollout)
         self._admission: StalenessAdmission | None = None
         self._cursor = 0
+        self._most = 0  # trajectories that may run and wait in the bank, by the last look
+        self._pausing = 0  # members between two attempts: not running in the bank, and not given up
         self._version = 0
         self._groups: dict[str, _Group] = {}
         self._live: dict[str, Running] = {}
@@ -157,6 +162,7 @@ class RolloutController:
         Raises RolloutFailure when groups keep failing and nothing finishes, and whatever else goes wrong in any part.
         """
         try:
+            await self._ledger.claim(_CLAIM_PATIENCE_S)
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self.lag.measure(), name="loop lag")
                 parts.create_task(self._watch(), name="watch")
@@ -192,7 +198,8 @@ class RolloutController:
             self._raise_if_hopeless()
             room = await self._room(view)
             for begin in range(0, room, _GROUPS_AT_ONCE):
-                await self._open_groups(parts, min(_GROUPS_AT_ONCE, room - begin))
+                if not await self._open_groups(parts, min(_GROUPS_AT_ONCE, room - begin)):
+                    break
             await self._until_news()
 
     async def _recover(self, parts: asyncio.TaskGroup) -> None:
@@ -210,8 +217,10 @@ class RolloutController:
 
     async def _look(self) -> BankView:
         """What the bank says now; ends everything when the run is over or a stop was asked for."""
-        settled = self._unseen
-        view = await self._ledger.look()
+        settled, pausing = self._unseen, self._pausing
+        view = await self._ledger.look(self._oldest())
+        self._most = view.running + view.waiting
+        view = replace(view, running=view.running + pausing)
         self._unfinished -= settled
         self._unseen -= settled
         if self._stop_reason and not view.finished and self.config.rollout.flush_s > 0:
@@ -229,10 +238,11 @@ class RolloutController:
         await self._engines.refresh(view.version)
         sampling = self._sampling_version()
         admission = self._admission_from(sampling)
-        oldest = min((group.start_version for group in self._groups.values()), default=None)
+        oldest = min((v for v in (self._oldest(), view.oldest) if v is not None), default=None)
         accepted = admission.consumed(view.version) + view.waiting
         running = max(self._unfinished, view.running)
         free = admission.groups(sampling, accepted, running, size, oldest)
+        self._most += free * size
         playing = self._unfinished - self._unseen
         slots = math.ceil((rollout.concurrency - playing) / size)
         if free == 0:
@@ -242,6 +252,10 @@ class RolloutController:
                 "" if slots > 0 else f"a free place (rollout.concurrency={rollout.concurrency})"
             )
         return max(0, min(free, slots))
+
+    def _oldest(self) -> int | None:
+        """What admission counts from for the groups that this process plays."""
+        return min((group.start_version for group in self._groups.values()), default=None)
 
     def _sampling_version(self) -> int:
         """The version that tokens sampled from now on have at least."""
@@ -272,18 +286,29 @@ class RolloutController:
 
     # ------------------------------------------------------------------ groups
 
-    async def _open_groups(self, parts: asyncio.TaskGroup, count: int) -> None:
-        """Start the groups of the next `count` prompts, recorded in one transaction."""
+    async def _open_groups(self, parts: asyncio.TaskGroup, count: int) -> bool:
+        """Start the groups of the next `count` prompts, recorded in one transaction.
+
+        False, with nothing started, when another rollout process has issued prompts, or used up the room, meanwhile.
+        """
         size, opened = self.config.batch.group_size, []
         for cursor in range(self._cursor, self._cursor + count):
-            group = self._new_group(
-                group_id(cursor), self._prompts.task(cursor), self._sampling_version(), size
-            )
+            name = group_id(cursor, self.config.rollout.process)
+            group = self._new_group(name, self._prompts.task(cursor), self._sampling_version(), size)
             opened.append((group, [self._new_trajectory(group) for _ in range(size)]))
-        self._cursor += count
-        await self._ledger.start([member for _, members in opened for member in members], self._cursor)
+        place = Place(CURSOR, self._cursor, self._cursor + count, self._most)
+        oldest = self._oldest()
+        assert oldest is not None, "there are groups"
+        issued = await self._ledger.issue([m for _, members in opened for m in members], place, oldest)
+        self._cursor = issued.cursor
+        if not issued.started:
+            for group, _ in opened:
+                del self._groups[group.group_id]
+                self._unfinished -= size
+            return False
         for group, members in opened:
             parts.create_task(self._play_group(group, members), name=group.group_id)
+        return True
 
     async def _resume_group(
         self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int, cut: CutEpisodes
@@ -369,10 +394,7 @@ class RolloutController:
         attempts = 1 + self.config.rollout.max_retries
         for attempt in range(attempts):
             if attempt:
-                self.counters.retried += 1
-                await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_RETRY_PAUSE_S))
-                trajectory = self._new_trajectory(group)
-                await self._ledger.start([trajectory])
+                trajectory = await self._another(group, attempt)
             try:
                 await self._play(group.task, trajectory)
             except ReplayDiverged as cause:
@@ -395,6 +417,18 @@ class RolloutController:
         if self.config.rollout.partial_groups == "drop":
             raise _MemberFailed(reason)
         group.failures.append(reason)
+
+    async def _another(self, group: _Group, attempt: int) -> Trajectory:
+        """Another attempt of a member that failed, after a pause."""
+        self.counters.retried += 1
+        self._pausing += 1
+        try:
+            await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_RETRY_PAUSE_S))
+            trajectory = self._new_trajectory(group)
+            await self._ledger.start([trajectory])
+        finally:
+            self._pausing -= 1
+        return trajectory
 
     async def _play(self, task: Task, trajectory: Trajectory) -> None:
         async with self._slots:
@@ -498,7 +532,8 @@ async def _main(config: RunConfig) -> int:
 async def _roll_out(config: RunConfig, bank: Bank) -> None:
     chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
     source = build_task_source(config.environment, "train", config.seed)
-    status, timeline = StatusWriter(config.run_path, "rollout"), Timeline(config.run_path, "rollout")
+    part = f"rollout-{config.rollout.process}" if config.rollout.process else "rollout"
+    status, timeline = StatusWriter(config.run_path, part), Timeline(config.run_path, part)
     urls = await serving_engines(config.run_path, config.engines.start_deadline_s)
     async with build_pool(config, urls) as pool, collecting_garbage.rarely():
         controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)

@@ -11,17 +11,28 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_async.bank import Bank, BankError, OpenGroup, State
-from megatron_async.bank.requests import FINISHED, PHASE, WRITE_DOWN, WRITTEN_DOWN
+from sqlalchemy.exc import DBAPIError
+
+from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State
+from megatron_async.bank.requests import FINISHED, OLDEST, PHASE, WRITE_DOWN, WRITTEN_DOWN
+from megatron_async.config.schema import MOST_ROLLOUTS
+from megatron_async.errors import UserError
+from megatron_async.rollout.prompts import process_of
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
+
+CURSOR = "prompts/train"
+"""Cursor of the stream of prompts, which all rollout processes of a bank draw from."""
+_CLAIM_PAUSE_S = 0.1
+_OLDEST_KEYS = [OLDEST.format(process) for process in range(MOST_ROLLOUTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class BankView:
     """What the bank said at one moment.
 
     version: the current policy version. running: trajectories that some rollout plays. waiting: finished and not yet
-    trained, those reserved by the step in progress included. trained, stale: totals. finished: the run is over.
+    trained, those reserved by the step in progress included. trained, stale, filtered: totals. finished: the run is
+    over. oldest: the least of what other rollout processes hold their groups to be from, None where nobody plays.
     """
 
     version: int
@@ -37,7 +49,14 @@ class BankView:
     waiting: int
     trained: int
     stale: int
+    filtered: int
     finished: bool
+    oldest: int | None = None
+
+    @property
+    def settled(self) -> tuple[int, int, int]:
+        """What changes when waiting trajectories get their final state."""
+        return self.trained, self.stale, self.filtered
 
 
 @dataclass(slots=True)
@@ -49,11 +68,16 @@ class _Ending:
 
 
 class Ledger:
-    """Asynchronous access to a `Bank` for one rollout; `cursor_name` keeps the place in the stream of prompts."""
+    """Asynchronous access to a `Bank` for one rollout process.
 
-    def __init__(self, bank: Bank, cursor_name: str = "prompts/train") -> None:
+    process: its number among those of the bank, which draw from one stream of prompts. Groups carry it in their names;
+    what other processes play is seen in the counts and never touched.
+    """
+
+    def __init__(self, bank: Bank, process: int = 0) -> None:
         self._bank = bank
-        self._cursor_name = cursor_name
+        self._process = process
+        self._oldest = ""
         self._endings: deque[_Ending] = deque()
         self._ahead: set[str] = set()  # recorded as ended with an earlier call, their own is still to come
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bank")
@@ -61,10 +85,37 @@ class Ledger:
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def look(self) -> BankView:
-        return await self._call(self._look)
+    async def claim(self, patience_s: float) -> None:
+        """Be the only rollout process of this number, until `close`.
 
-    def _look(self) -> BankView:
+        Waits so many seconds for another one to end: that one was killed may be noticed a moment later. Raises
+        UserError when it does not.
+        """
+        deadline = time.monotonic() + patience_s
+        while not await self._call(lambda: self._bank.claim(self._claim_name)):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rollout.process {self._process}: a rollout process of this number is at work in this bank. Stop "
+                    "it, or give this one a number of its own (--set rollout.process=1); a number that ran before "
+                    "goes on with what it left"
+                )
+            await asyncio.sleep(_CLAIM_PAUSE_S)
+
+    @property
+    def _claim_name(self) -> str:
+        return f"rollout-{self._process}"
+
+    async def look(self, oldest: int | None = None) -> BankView:
+        """What the bank says now. oldest: what this process's groups are from at least, for others to know."""
+        return await self._call(lambda: self._look("" if oldest is None else str(oldest)))
+
+    def _look(self, oldest: str) -> BankView:
+        if oldest != self._oldest:
+            self._bank.set_state(OLDEST.format(self._process), oldest)
+            self._oldest = oldest
+        self._check_claim()
+        told = self._bank.get_states(_OLDEST_KEYS)
+        told.pop(OLDEST.format(self._process), None)
         counts = self._bank.counts()
         return BankView(
             version=self._bank.current_version(),
@@ -72,15 +123,29 @@ class Ledger:
             waiting=counts[State.FINISHED] + counts[State.RESERVED],
             trained=counts[State.TRAINED],
             stale=counts[State.STALE],
+            filtered=counts[State.FILTERED],
             finished=self._bank.get_state(PHASE) == FINISHED,
+            oldest=min((int(value) for value in told.values() if value), default=None),
         )
 
+    def _check_claim(self) -> None:
+        try:
+            held = self._bank.claim(self._claim_name)
+        except DBAPIError:
+            return  # the server is away; the next look asks again
+        if not held:
+            raise UserError(
+                f"rollout.process {self._process}: while the database was away, another rollout process of this number "
+                "took over; this one ends"
+            )
+
     async def recover(self) -> tuple[int, list[OpenGroup], list[Trajectory]]:
-        """(prompt cursor, groups that are not done, what an earlier process left running), oldest first."""
+        """(prompt cursor, groups that are not done, what was left running), oldest first, of this process's number."""
 
         def work() -> tuple[int, list[OpenGroup], list[Trajectory]]:
-            cursor = self._bank.load_cursor(self._cursor_name)
-            return cursor, self._bank.open_groups(), self._bank.list_running()
+            groups = [each for each in self._bank.open_groups() if process_of(each.group_id) == self._process]
+            partial = [each for each in self._bank.list_running() if process_of(each.group_id) == self._process]
+            return self._bank.load_cursor(CURSOR), groups, partial
 
         return await self._call(work)
 
@@ -92,13 +157,24 @@ class Ledger:
         """On the bank's thread: without those that have been recorded as ended since the call was made."""
         return [each for each in trajectories if each.trajectory_id not in self._ahead]
 
-    async def start(self, trajectories: Sequence[Trajectory], cursor: int | None = None) -> None:
-        """Record trajectories as running and, with them, that the prompts before `cursor` are issued.
+    async def start(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record trajectories as running."""
+        await self._call(lambda: self._bank.start_trajectories(trajectories))
 
-        One transaction: a prompt is issued exactly when its group is recorded, wherever a kill falls.
-        """
-        place = None if cursor is None else (self._cursor_name, cursor)
-        await self._call(lambda: self._bank.start_trajectories(trajectories, place))
+    async def issue(self, trajectories: Sequence[Trajectory], place: Place, oldest: int) -> Issued:
+        """Record the groups of the next prompts as running; see `Bank.issue`. oldest: as for `look`, these included."""
+
+        def work() -> Issued:
+            issued = self._bank.issue(trajectories, place, {OLDEST.format(self._process): str(oldest)})
+            if issued.started:
+                self._oldest = str(oldest)
+            return issued
+
+        return await self._call(work)
+
+    async def states_of(self, trajectory_ids: Sequence[str]) -> dict[str, State]:
+        """What became of these trajectories."""
+        return await self._call(lambda: self._bank.states_of(trajectory_ids))
 
     async def finish(self, trajectory: Trajectory) -> State:
         """Record a finished trajectory; returns the state it got (finished, failed, or filtered as surplus).
@@ -175,5 +251,6 @@ class Ledger:
         await self._call(lambda: self._bank.abandon_running(reason, list(trajectory_ids)))
 
     def close(self) -> None:
-        """Wait for the calls already made; the bank itself stays open."""
+        """Wait for the calls already made, and give the process's number back; the bank itself stays open."""
         self._thread.shutdown(wait=True)
+        self._bank.release(self._claim_name)

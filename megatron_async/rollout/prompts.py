@@ -6,6 +6,8 @@ tasks; a finite source is walked in a new random order every epoch, each task on
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from megatron_async.rollout.environments.base import Task, TaskSource
@@ -36,6 +38,12 @@ class PromptStream:
         return self._source.task(self.index(cursor))
 
 
-def group_id(cursor: int) -> str:
-    """The id of the group that plays the task of `cursor`; sorts like the cursor."""
-    return f"group-{cursor:09d}"
+def group_id(cursor: int, process: int = 0) -> str:
+    """The id of the group with which a rollout process plays the task of `cursor`; sorts like the cursor."""
+    return f"group-{cursor:09d}" + (f"-p{process}" if process else "")
+
+
+def process_of(group: str) -> int:
+    """Number of the rollout process that a group is played by."""
+    found = re.search(r"-p(\d+)$", group)
+    return int(found[1]) if found else 0

@@ -15,7 +15,9 @@ from megatron_async.bank import (
     Bank,
     BankError,
     BankOpenError,
+    Issued,
     OpenGroup,
+    Place,
     State,
     TokensDiscarded,
     batches,
@@ -110,6 +112,27 @@ def test_misuse_names_id_state_and_wish(bank: Bank, bank_url: str) -> None:
     assert states(bank_url) == {"t": "finished"}
 
 
+def test_prompts_are_issued_once_and_only_where_there_is_room(bank: Bank, bank_url: str) -> None:
+    """Two processes that saw the same place and the same room: the later one starts nothing and hears where it is."""
+    with Bank.open(bank_url) as other:
+        assert bank.issue([running("a", "g"), running("b", "g")], Place("train", 0, 1, most=3)) == (True, 1)
+        assert other.issue([running("c", "h")], Place("train", 0, 1, most=3)) == (False, 1)
+        assert other.issue([running("c", "h"), running("d", "h")], Place("train", 1, 2, most=3)) == (False, 1)
+        assert bank.counts()["running"] == 2
+        bank.finish_trajectory(end(running("a", "g")))
+        assert other.issue([running("c", "h")], Place("train", 1, 2, most=3)) == (True, 2)
+        assert bank.states_of(["a", "c", "nobody"]) == {"a": State.FINISHED, "c": State.RUNNING}
+
+
+def test_a_name_is_held_by_one_at_a_time(bank: Bank, bank_url: str) -> None:
+    with Bank.open(bank_url) as other:
+        assert bank.claim("rollout-0") and bank.claim("rollout-0") and other.claim("rollout-1")
+        assert not other.claim("rollout-0") and not bank.claim("rollout-1")
+        bank.release("rollout-0")
+        assert other.claim("rollout-0")
+    assert bank.claim("rollout-0") and bank.claim("rollout-1")  # closing gave both back
+
+
 def test_tokens_of_a_version_nobody_recorded_are_refused(bank: Bank) -> None:
     trajectory = running("t", "g")
     bank.start_trajectory(trajectory)
@@ -168,11 +191,13 @@ def test_cursors_and_state_outlive_the_process(bank: Bank, bank_url: str) -> Non
 
 
 def test_a_group_and_its_cursor_are_recorded_together_or_not_at_all(bank: Bank) -> None:
-    bank.start_trajectories([running("a", "g"), running("b", "g")], cursor=("train", 1))
+    first = [running("a", "g"), running("b", "g")]
+    assert bank.issue(first, Place("train", 0, 1, most=9), {"key": "kept"}) == Issued(True, 1)
     assert (bank.counts()["running"], bank.load_cursor("train")) == (2, 1)
     with pytest.raises(BankError, match="'a' is running; wanted a new one"):
-        bank.start_trajectories([running("c", "h"), running("a", "g")], cursor=("train", 2))
+        bank.issue([running("c", "h"), running("a", "g")], Place("train", 1, 2, most=9), {"key": "lost"})
     assert (bank.counts()["running"], bank.load_cursor("train")) == (2, 1)
+    assert bank.get_states(["key", "other"]) == {"key": "kept"}
     assert [g.group_id for g in bank.open_groups()] == ["g"]
 
 
@@ -465,10 +490,12 @@ def test_writers_and_a_trainer_at_once_lose_and_double_nothing(bank: Bank, bank_
 def test_a_lost_connection_is_made_again(postgresql_server: PostgreSQLServer) -> None:
     """Every connection to the server is cut between calls and inside one; nothing is lost, nothing is doubled."""
     url = postgresql_server.new_database()
-    with Bank.open(url) as bank:
+    with Bank.open(url) as bank, Bank.open(url) as other:
+        assert bank.claim("rollout-0")
         collect(bank, "a.0", "a")
         postgresql_server.cut_connections()
         collect(bank, "a.1", "a")
+        assert bank.claim("rollout-0") and not other.claim("rollout-0")  # taken again
         cuts = iter([True])
 
         def cut_once(conn: object, *args: object) -> None:
