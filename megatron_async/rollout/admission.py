@@ -88,8 +88,9 @@ class StalenessAdmission:
 class LengthBias:
     """Are long trajectories lost more often than short ones? Lengths are action tokens.
 
-    Kept: finished and handed to the bank. Dropped: failed, abandoned with their group, or stale. A ratio of mean
-    lengths dropped/kept far above 1 says that the limits (deadlines, staleness) select for short answers.
+    Kept: finished, and trained or waiting for it. Dropped: failed, abandoned with their group, or set aside by the bank
+    (too old when a batch was built, surplus, no signal). A ratio of mean lengths dropped/kept far above 1 says that the
+    limits (deadlines, staleness) select for short answers.
     """
 
     kept: int = 0
@@ -104,6 +105,12 @@ class LengthBias:
     def drop(self, length: int) -> None:
         self.dropped += 1
         self.dropped_tokens += length
+
+    def take_back(self, length: int) -> None:
+        """What was kept is dropped after all."""
+        self.kept -= 1
+        self.kept_tokens -= length
+        self.drop(length)
 
     @property
     def kept_mean(self) -> float:

@@ -131,6 +131,7 @@ class RolloutController:
         self._admission: StalenessAdmission | None = None
         self._cursor = 0
         self._most = 0  # trajectories that may run and wait in the bank, by the last look
+        self._settled = (0, 0, 0)
         self._pausing = 0  # members between two attempts: not running in the bank, and not given up
         self._version = 0
         self._groups: dict[str, _Group] = {}
@@ -220,6 +221,7 @@ class RolloutController:
         settled, pausing = self._unseen, self._pausing
         view = await self._ledger.look(self._oldest())
         self._most = view.running + view.waiting
+        await self._settle(view)
         view = replace(view, running=view.running + pausing)
         self._unfinished -= settled
         self._unseen -= settled
@@ -231,6 +233,12 @@ class RolloutController:
         if view.version != self._version:
             self._version, self._last_event = view.version, self._clock()
         return view
+
+    async def _settle(self, view: BankView) -> None:
+        """Count the lengths of what was set aside since the last look, and forget those of what was trained."""
+        if view.settled != self._settled:
+            self._settled = view.settled
+            self.counters.settle(await self._ledger.states_of(self.counters.waiting()))
 
     async def _room(self, view: BankView) -> int:
         """Whole groups that may start now, under the staleness bound and the bound on concurrency."""
@@ -386,6 +394,7 @@ class RolloutController:
         logger.warning("group %s is given up: %s", group.group_id, reason)
         await self._ledger.give_up(group.group_id, sorted(group.playing), reason)
         self.counters.record_abandoned(group.finished_lengths)
+        self.counters.forget(group.group_id)
         self._unseen += group.size - len(group.finished_lengths)
 
     async def _play_member(self, group: _Group, trajectory: Trajectory) -> None:

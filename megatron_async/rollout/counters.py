@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_async.bank import State
 from megatron_async.rollout.admission import LengthBias
 from megatron_async.rollout.agent_loop import EpisodeProgress
 from megatron_async.trajectory import Trajectory
@@ -20,6 +21,7 @@ from megatron_async.trajectory import Trajectory
 _RATE_WINDOW_S = 10.0
 _RECENT = 256
 _LAG_INTERVAL_S = 0.05
+_SETTLED = (State.TRAINED, State.STALE, State.FILTERED)
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class RolloutCounters:
     generated_tokens: int = 0
     last_failure: str = ""
     lengths: LengthBias = field(default_factory=LengthBias)
+    _waiting: dict[str, dict[str, int]] = field(default_factory=dict)  # group, trajectory, length
     _gaps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _rate: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -59,6 +62,7 @@ class RolloutCounters:
             self.finished += 1
             self.consecutive_abandoned = 0
             self.lengths.keep(length)
+            self._waiting.setdefault(trajectory.group_id, {})[trajectory.trajectory_id] = length
             gaps = version - trajectory.versions[trajectory.loss_mask]
             if len(gaps):
                 self._gaps.append((float(gaps.mean()), int(gaps.max())))
@@ -72,9 +76,25 @@ class RolloutCounters:
         self.groups_abandoned += 1
         self.consecutive_abandoned += 1
         for length in finished_lengths:
-            self.lengths.kept -= 1
-            self.lengths.kept_tokens -= length
-            self.lengths.drop(length)
+            self.lengths.take_back(length)
+
+    def forget(self, group_id: str) -> None:
+        """A group was given up, and its lengths were counted: what the bank will say of its members adds nothing."""
+        self._waiting.pop(group_id, None)
+
+    def waiting(self) -> list[str]:
+        """Ids of the finished trajectories of which it is not known yet whether they are trained."""
+        return [name for members in self._waiting.values() for name in members]
+
+    def settle(self, states: Mapping[str, State]) -> None:
+        """What the bank says has become of `waiting`: too old or not wanted when a batch was built is dropped."""
+        for group, members in list(self._waiting.items()):
+            for name in [name for name in members if states.get(name, State.FINISHED) in _SETTLED]:
+                length = members.pop(name)
+                if states[name] is not State.TRAINED:
+                    self.lengths.take_back(length)
+            if not members:
+                del self._waiting[group]
 
     def tokens_per_second(self, now: float) -> float:
         """Mean rate over the last ten seconds of calls; `now` in seconds of any monotonic clock."""

@@ -168,6 +168,33 @@ def test_lag_n_publishing_does_not_starve(tmp_path: Path) -> None:
     assert trainer.version == 9 and max(trainer.gaps) <= 3
 
 
+def test_long_trajectories_that_went_stale_count_as_dropped(tmp_path: Path) -> None:
+    """Field bug 7: the first ones are long, and too old when the first batch is built."""
+
+    async def scenario() -> None:
+        config = make_config(tmp_path)
+        with open_bank(config) as bank:
+            async with ScriptedEngine(30) as engine:
+
+                async def script(controller: RolloutController, trainer: Trainer) -> None:
+                    while bank.counts()[State.FINISHED] < 8:
+                        await asyncio.sleep(0.01)
+                    engine.turn_length = lambda request: 4
+                    for version in range(1, 4):
+                        bank.record_version(version, version - 1)
+                    trainer.version = engine.version = 3
+                    await trainer.train(2)
+                    while controller.counters.lengths.dropped < 8:
+                        await asyncio.sleep(0.01)
+
+                controller, _ = await play(config, bank, engine, script)
+                lengths = controller.counters.lengths
+                assert bank.counts()[State.STALE] == lengths.dropped == 8 and lengths.kept >= 8
+                assert lengths.ratio > 2
+
+    asyncio.run(scenario())
+
+
 def test_batches_without_an_update_do_not_use_up_the_room(tmp_path: Path) -> None:
     """Field bug 34: an endless stream of equal-reward groups, each a step without a new version."""
 

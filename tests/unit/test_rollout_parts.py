@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.bank import State
 from megatron_async.config.schema import EngineConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_async.errors import UserError
 from megatron_async.rollout.agent_loop import EpisodeProgress
@@ -92,6 +93,23 @@ def test_counters_tell_failures_from_results() -> None:
     assert (numbers["staleness_mean"], numbers["staleness_max"]) == (1.5, 2)
     assert (numbers["length/kept_mean_tokens"], numbers["length/dropped_mean_tokens"]) == (10.0, 60.0)
     assert counters.last_failure == "silent" and counters.consecutive_abandoned == 1
+
+
+def test_lengths_of_what_the_bank_set_aside_are_dropped() -> None:
+    counters = RolloutCounters()
+    for length in (10, 20, 30, 40):
+        counters.record(finished(length, version=0), version=0)
+    assert counters.waiting() == ["t10", "t20", "t30", "t40"]
+    counters.settle({"t10": State.TRAINED, "t20": State.STALE, "t30": State.RESERVED, "t40": State.FILTERED})
+    counters.settle({"t30": State.TRAINED})
+    numbers = counters.as_dict(now=0.0)
+    assert (numbers["length/kept_mean_tokens"], numbers["length/dropped_mean_tokens"]) == (20.0, 30.0)
+    assert counters.waiting() == []
+    counters.record(finished(50, version=0), version=0)
+    counters.record_abandoned([50])
+    counters.forget("g")
+    counters.settle({"t50": State.FILTERED})
+    assert (counters.lengths.kept, counters.lengths.dropped) == (2, 3)
 
 
 def test_the_token_rate_is_that_of_the_last_seconds() -> None:
