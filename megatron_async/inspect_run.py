@@ -50,7 +50,7 @@ def describe(run_path: Path, trajectory_id: str | None = None) -> str:
 
 
 def _describe_bank(url: str, console: Console) -> None:
-    with Bank.open(url) as bank:
+    with Bank.open_to_read(url) as bank:
         states, version, steps = bank.counts(), bank.current_version(), bank.steps()
     console.print(f"{url}: version {version}, {len(steps)} steps")
     console.print("trajectories: " + ", ".join(f"{count} {state}" for state, count in states.items()))

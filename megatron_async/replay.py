@@ -12,7 +12,6 @@ of the trainer without waiting for agents.
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,8 +38,8 @@ def run(recorded: Path, name: str, overrides: Sequence[str], *, fresh: bool = Fa
     return train_alone(config, lambda files: record(source, config, files), fresh=fresh)
 
 
-def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
-    """(configuration of the replay, bank file of the recorded run). Raises UserError."""
+def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunConfig, str]:
+    """(configuration of the replay, URL of the recorded run's bank). Raises UserError."""
     files = RunFiles(recorded)
     if not files.config.is_file():
         raise UserError(
@@ -48,12 +47,7 @@ def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunCon
         )
     before = load(str(files.config), [])
     config = load(str(files.config), [*overrides, f"name={name}", "bank.url=''"])
-    if not before.bank_url.startswith(_SQLITE):
-        raise UserError(f"{recorded}: its bank is at {before.bank_url}; only a bank in an SQLite file can be replayed")
-    bank = Path(before.bank_url.removeprefix(_SQLITE))
-    bank = bank if bank.is_file() else recorded / bank.name  # the folder may have been moved
-    if not bank.is_file():
-        raise UserError(f"{recorded}: its bank {bank} is not there")
+    url = _recorded_bank(before.bank_url, recorded)
     if config.run_path.resolve() == recorded.resolve():
         raise UserError(f"--name {name}: that is the recorded run itself; choose another name")
     source = config.old_logits.source
@@ -66,7 +60,7 @@ def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunCon
         raise UserError(
             "batch: recorded batches are replayed as they are; leave batch.groups and batch.group_size alone"
         )
-    with Bank.open(f"{_SQLITE}{bank}") as read:
+    with Bank.open_to_read(url) as read:
         steps = sum(step.state in ("committed", "redo") for step in read.steps())
         gone = read.discarded_through()
     if gone >= 0:
@@ -76,16 +70,24 @@ def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunCon
         )
     if not steps:
         raise UserError(f"{recorded} has recorded no training step yet")
-    return dataclasses.replace(config, steps=min(config.steps, steps)), bank
+    return dataclasses.replace(config, steps=min(config.steps, steps)), url
 
 
-def record(bank: Path, config: RunConfig, files: RunFiles) -> None:
+def _recorded_bank(url: str, recorded: Path) -> str:
+    if not url.startswith(_SQLITE):
+        return url
+    bank = Path(url.removeprefix(_SQLITE))
+    bank = bank if bank.is_file() else recorded / bank.name  # the folder may have been moved
+    if not bank.is_file():
+        raise UserError(f"{recorded}: its bank {bank} is not there")
+    return f"{_SQLITE}{bank}"
+
+
+def record(bank_url: str, config: RunConfig, files: RunFiles) -> None:
     """Fill the replay's folder: a copy of the bank at rest before its first step, and no engines."""
     copy = files.root / "bank.sqlite"
-    with sqlite3.connect(f"file:{bank}?mode=ro", uri=True) as source, sqlite3.connect(copy) as target:
-        source.backup(target)
-    source.close()
-    target.close()
+    with Bank.open_to_read(bank_url) as source:
+        source.copy_to(copy)
     with Bank.open(f"{_SQLITE}{copy}") as taken:
         taken.abandon_running("not part of the replay")
         taken.rollback_uncommitted(-1)

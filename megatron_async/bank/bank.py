@@ -17,13 +17,24 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from megatron_async.bank import batches, collecting, dialects, filtering, groups, ledger, scores, states
+from megatron_async.bank import (
+    batches,
+    collecting,
+    copying,
+    dialects,
+    filtering,
+    groups,
+    ledger,
+    scores,
+    states,
+)
 from megatron_async.bank.batches import Step
 from megatron_async.bank.errors import BankAway, BankOpenError
 from megatron_async.bank.filtering import Filtered
@@ -91,6 +102,25 @@ class Bank:
                 "PostgreSQL the server must run and the database exist"
             ) from error
         return bank
+
+    @classmethod
+    def open_to_read(cls, url: str) -> Self:
+        """Open a bank that is there only to read it: the database itself refuses what would write.
+
+        Raises BankOpenError when there is none, or it was laid out by another release.
+        """
+        bank = cls(dialects.make_engine(url, read_only=True))
+        try:
+            number = bank._transact(bank._engine, _layout, retry_s=0)
+        except DBAPIError as error:
+            bank.close()
+            raise BankOpenError(f"cannot read the bank at {url!r}: {error.orig}") from error
+        _check_layout(number, url)
+        return bank
+
+    def copy_to(self, file: Path) -> None:
+        """Copy everything, as it is at one moment, into a new SQLite file; of a bank opened by `open_to_read`."""
+        copying.copy(self._engine, file)
 
     def close(self) -> None:
         for name in list(self._claims):
@@ -398,15 +428,23 @@ class Bank:
 def _create(conn: Connection, url: str) -> None:
     dialects.lock_schema(conn)
     metadata.create_all(conn)
-    number = conn.execute(select(schema.c.number)).scalar_one_or_none()
+    number = _layout(conn)
     if number is not None:
-        if number != SCHEMA:
-            raise BankOpenError(
-                f"the bank at {url!r} has layout {number}, this release reads {SCHEMA}: open it with the release that "
-                "wrote it, or start a new run"
-            )
+        _check_layout(number, url)
         return
     conn.execute(schema.insert().values(number=SCHEMA))
     conn.execute(state_counts.insert(), [{"state": state.value, "n": 0} for state in State])
     conn.execute(versions.insert().values(version=0, parent=None, step=None, created_at=time.time()))
     dialects.create_state_trigger(conn)
+
+
+def _layout(conn: Connection) -> int | None:
+    return conn.execute(select(schema.c.number)).scalar_one_or_none()
+
+
+def _check_layout(number: int | None, url: str) -> None:
+    if number != SCHEMA:
+        raise BankOpenError(
+            f"the bank at {url!r} has layout {number}, this release reads {SCHEMA}: open it with the release that "
+            "wrote it, or start a new run"
+        )

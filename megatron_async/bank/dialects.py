@@ -39,8 +39,11 @@ class Claim(NamedTuple):
     held: Callable[[], bool]
 
 
-def make_engine(url: str) -> Engine:
-    """An engine for sqlite:/// or postgresql+psycopg:// URLs; raises BankOpenError for others."""
+def make_engine(url: str, read_only: bool = False) -> Engine:
+    """An engine for sqlite:/// or postgresql+psycopg:// URLs; raises BankOpenError for others.
+
+    read_only: the database refuses to write, and all statements of one transaction see the same moment.
+    """
     try:
         parsed = make_url(url)
     except ArgumentError as error:
@@ -49,8 +52,11 @@ def make_engine(url: str) -> Engine:
         ) from error
     backend = parsed.get_backend_name()
     if backend == "sqlite":
+        if read_only:
+            file = Path(parsed.database or "").resolve().as_uri().replace("file://", "file:", 1)
+            parsed = parsed.set(database=file, query={"mode": "ro", "uri": "true"})
         engine = create_engine(parsed, connect_args={"timeout": LOCK_TIMEOUT_S})
-        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "connect", _prepare_reading if read_only else _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
     if backend == "postgresql":
@@ -58,6 +64,10 @@ def make_engine(url: str) -> Engine:
             parsed = parsed.set(drivername="postgresql+psycopg")
         own = parsed.query.get("options", "")
         options = f"-c lock_timeout={LOCK_TIMEOUT_S}s {own if isinstance(own, str) else ' '.join(own)}"
+        if read_only:
+            options += (
+                " -c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read"
+            )
         return create_engine(parsed, pool_pre_ping=True, connect_args={"options": options})
     raise BankOpenError(f"bank url {url!r}: {backend} is not supported; use sqlite:/// or postgresql://")
 
@@ -172,6 +182,11 @@ _POSTGRESQL_TRIGGER = (
     """CREATE OR REPLACE TRIGGER trajectory_state BEFORE INSERT OR UPDATE OF state ON trajectories
     FOR EACH ROW EXECUTE FUNCTION check_trajectory_state()""",
 )
+
+
+def _prepare_reading(connection: Any, record: Any) -> None:
+    connection.isolation_level = None
+    connection.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_S * 1000}")
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:
