@@ -26,7 +26,7 @@ from megatron_async.engine_key import ensure_key
 from megatron_async.observe import RunFiles
 from megatron_async.restarting import RestartBudget
 from megatron_async.roster import LATE, Engine
-from megatron_async.supervise import describe_exit, on_second_signal
+from megatron_async.supervise import StopRequested, describe_exit, on_second_signal
 from sglang_bridge import EngineClient, EngineError, EngineServer, EngineStartError, ServerOptions
 from sglang_bridge.event_loop import BackgroundLoop
 
@@ -105,6 +105,8 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, StopRequested) and error.at_once:
+            self._kill()
         self.close()
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """`megatron-async launch`: start every part of a run, watch them, stop them, report.
 
 The parts: inference engines (SGLang servers), one rollout process, the trainer ranks under torchrun. Everything a
-run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl-C), no process survives it.
+run writes lies in its run folder. Whatever ends the run (success, failure, Ctrl-C), no process survives it. The first
+Ctrl-C while it trains lets the trainer end its step and write a checkpoint (`stopping`), the second ends it at once.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.rollout.evaluation_statistics import EvaluationResult
 from megatron_async.router import router
 from megatron_async.silence import Silence
+from megatron_async.stopping import Stopping
 from megatron_async.supervise import (
     Part,
     StopRequested,
+    first_signal_asks,
     python_module,
     stop_on_signals,
     supervised,
@@ -66,7 +69,8 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
             with stop_on_signals():
                 _run(config, files, address)
         except StopRequested as stop:
-            print(f"stopped by {stop}; --resume goes on with {files.root}")  # noqa: T201
+            go_on = f"megatron-async launch --config {files.config} --resume"
+            print(f"stopped by {stop}{stop.outcome}; go on with: {go_on}")  # noqa: T201
             return EXIT_STOPPED
         except BridgeError as error:  # the bridge is usable alone and does not know UserError
             raise UserError(str(error)) from error
@@ -175,10 +179,11 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
         if not read_evaluations(config.run_path):
             _evaluate(config, watching.wait(), 0, watching.tick)
         others.train()
-        with supervised([]) as parts, Progress(config) as progress:
+        with supervised([]) as parts, Progress(config) as progress, first_signal_asks() as asked:
             training = training_parts(config, files, nodes[0], others.address)
-            roles = Roles(config, training, rollout_part(files), parts)
-            roles.run(progress.refresh, Silence(config.run_path, say), watching.tick)
+            ticks = (progress.refresh, Silence(config.run_path, say), watching.tick)
+            stopping = Stopping(config, bank, training[-1], asked, say, *ticks)
+            Roles(config, training, rollout_part(files), parts).run(*ticks, stopping)
         watching.training_ended(files.checkpoint)
         _evaluate(config, watching.wait(), config.steps, watching.tick)
     if here.restarts:

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +29,7 @@ from megatron_async.errors import ERROR_FILE, UserError
 STOP_GRACE_S = 3.5
 """Seconds between SIGTERM and SIGKILL: engines are stopped afterwards, and a Ctrl-C may take ten seconds in all."""
 
-_PART_VARIABLE = "MEGATRON_ASYNC_PART"
+PART_VARIABLE = "MEGATRON_ASYNC_PART"
 """Inherited by everything a part starts: finds its processes when their parent is gone (torchrun gives each rank a
 session of its own, so neither process group nor session does)."""
 
@@ -41,7 +42,21 @@ class PartFailed(UserError):
 
 
 class StopRequested(BaseException):
-    """SIGINT or SIGTERM arrived. A BaseException so that no `except Exception` on the way swallows it."""
+    """SIGINT or SIGTERM arrived. A BaseException so that no `except Exception` on the way swallows it.
+
+    outcome: what the run comes to, in words that follow the signal's name. at_once: nothing is to be waited for.
+    """
+
+    def __init__(self, by: str, *, outcome: str = "", at_once: bool = False) -> None:
+        super().__init__(by)
+        self.outcome, self.at_once = outcome, at_once
+
+
+@dataclass(slots=True)
+class Asked:
+    """by: the signal that asked for a stop; empty while none did."""
+
+    by: str = ""
 
 
 def log_tail(path: Path, lines: int = 25) -> str:
@@ -83,10 +98,11 @@ class Part:
         self.name = name
         self.argv = list(argv)
         self.log_path = log_path
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
+        """In the environment of all its processes."""
         inherited = os.environ if inherited is None else inherited
         self._said = log_path.with_suffix(".error")
-        ours = {_PART_VARIABLE: self._mark, ERROR_FILE: str(self._said.resolve())}
+        ours = {PART_VARIABLE: self.mark, ERROR_FILE: str(self._said.resolve())}
         self._environment = {**inherited, **(environment or {}), **ours}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -128,12 +144,12 @@ class Part:
         """The process itself and everything it started, directly or not, that is alive."""
         if self._process is None:
             return []
-        return [process for process in psutil.process_iter() if _mark_of(process) == self._mark]
+        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
 
 
 def _mark_of(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get(_PART_VARIABLE)
+        return process.environ().get(PART_VARIABLE)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None  # it has just ended, or is another user's
 
@@ -172,6 +188,10 @@ def supervised(parts: list[Part]) -> Iterator[list[Part]]:
     """Stops every part of the list (parts may be added inside) when the block ends for any reason."""
     try:
         yield parts
+    except StopRequested as stop:
+        if stop.at_once:
+            _kill_all(parts)
+        raise
     finally:
         with on_second_signal(lambda: _kill_all(parts)):
             stop_all(parts)
@@ -195,6 +215,24 @@ def stop_on_signals() -> Iterator[None]:
 
     with _handling(handler):
         yield
+
+
+@contextmanager
+def first_signal_asks() -> Iterator[Asked]:
+    """Within the block the first SIGINT or SIGTERM is noted, for whoever looks; a further one raises StopRequested, for
+    a stop at once. A first one that nobody looked at raises it at the end of the block."""
+    asked = Asked()
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(signum).name
+        if asked.by:
+            raise StopRequested(name, at_once=True)
+        asked.by = name
+
+    with _handling(handler):
+        yield asked
+    if asked.by:
+        raise StopRequested(asked.by)
 
 
 @contextmanager

@@ -20,17 +20,27 @@ from megatron_async.training.loss import train_in_parts
 from megatron_async.training.metrics import active_fraction
 from megatron_async.training.publishing import Published
 from megatron_async.training.session import Session
+from megatron_async.training.stopping import LAUNCHER, StopAsked
 from megatron_async.trajectory import Trajectory
+
+EXIT_INTERRUPTED = 130
 
 
 def main(config: RunConfig) -> int:
-    """Train `config.steps` steps; returns the exit code."""
+    """Train `config.steps` steps, or until a stop is asked for; returns the exit code.
+
+    A stop is a success for the launcher that asked for it, and an interruption for whoever sent a signal.
+    """
     with Session.open(config) as session:
         with closing(Loop(config, session)) as loop:
             session.checkpoints.restore(loop.parts)
-            for step in range(session.first_step, config.steps):
-                loop.step(step)
-                session.save(step, loop.parts)
+            try:
+                for step in range(session.first_step, config.steps):
+                    loop.step(step)
+                    session.save(step, loop.parts)
+            except StopAsked as stop:
+                session.save_stopped(stop, loop.parts)
+                return 0 if stop.by == LAUNCHER else EXIT_INTERRUPTED
             session.checkpoints.finish()
             loop.credit.save(session.files.critic)
         session.save_final()

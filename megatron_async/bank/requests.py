@@ -11,6 +11,9 @@ TRAINING = "training"
 FINISHED = "finished"
 """Every step was trained: nothing more is wanted of anybody."""
 
+STOP = "trainer/stop"
+"""The launcher asks the trainer whose part has this mark (`supervise.Part.mark`) to end after its step."""
+
 WRITE_DOWN = "rollout/write_down"
 """The trainer asks that all running trajectories be written down; the value is when it had stopped the engines, in
 nanoseconds since 1970, and so a new one each time."""

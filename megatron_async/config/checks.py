@@ -130,7 +130,8 @@ def _check_rollout(config: RunConfig) -> list[str]:
 
 
 _POSITIVE = (
-    "steps", "optimizer.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "engines.count",
+    "steps", "optimizer.lr", "trainer.micro_batch_tokens", "trainer.deadline_s", "trainer.stop_deadline_s",
+    "engines.count",
     "engines.tensor_parallel_size", "engines.max_total_tokens", "engines.start_deadline_s",
     "engines.health_deadline_s", "engines.restart_window_s", "engines.quorum", "engines.max_in_flight",
     "publish.bucket_bytes",

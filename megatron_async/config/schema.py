@@ -51,6 +51,9 @@ class TrainerConfig:
     """Trainer ranks on each machine. null: world_size / nodes."""
     deadline_s: float = 600.0
     """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
+    stop_deadline_s: float = 300.0
+    """Longest wait, in seconds, for the trainer to end its step and write a checkpoint after Ctrl-C or SIGTERM. Then,
+    or at a second Ctrl-C, it is killed, and a resume trains that step again. Must exceed a step to be of use."""
     max_restarts: int = 3
     """How often in a row trainer or rollout are started again after they ended by themselves, without a further step
     being trained. The trainer goes on from its newest checkpoint. 0 ends the run at once; `launch --resume` goes on."""

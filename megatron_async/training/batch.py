@@ -21,11 +21,12 @@ from megatron_async.errors import UserError
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.control import Control
 from megatron_async.training.lineage import Lineage
+from megatron_async.training.stopping import StopAsked
 from megatron_async.trajectory import Trajectory
 
 IdleWork = Callable[[list[Trajectory]], None]
 
-_BATCH, _MEANWHILE, _LATE = b"B", b"M", b"L"
+_BATCH, _MEANWHILE, _LATE, _STOP = b"B", b"M", b"L", b"S"
 
 
 class BatchDeadline(UserError):
@@ -70,7 +71,8 @@ class BatchFeed:
     """Takes batches from the bank on rank 0 and hands the same trajectories to every rank.
 
     bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display). anyone_late: on rank
-    0, asked while waiting whether an engine needs weights; catch_up: then called on every rank.
+    0, asked while waiting whether an engine needs weights; catch_up: then called on every rank. stop: on rank 0, asked
+    who wants the training to end here, if anybody does.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class BatchFeed:
         on_wait: Callable[[str], None],
         anyone_late: Callable[[], bool] | None = None,
         catch_up: Callable[[], None] = lambda: None,
+        stop: Callable[[], str] = lambda: "",
     ) -> None:
         self._config = config
         self._control = control
@@ -88,6 +91,7 @@ class BatchFeed:
         self._on_wait = on_wait
         self._anyone_late = anyone_late
         self._catch_up = catch_up
+        self._stop = stop
         self._offered: set[str] = set()
 
     def take(self, step: int, oldest: int, idle: IdleWork | None = None) -> list[Trajectory]:
@@ -95,7 +99,8 @@ class BatchFeed:
 
         idle: called on every rank while the batch is incomplete, with finished trajectories that it was not called
         with before, about one micro-batch of them per rank.
-        Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing.
+        Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing, and
+        StopAsked, with nothing taken, once a stop is asked for.
         """
         started = time.monotonic()
         while True:
@@ -105,6 +110,8 @@ class BatchFeed:
             if message == _LATE:
                 self._catch_up()
                 continue
+            if message[:1] == _STOP:
+                raise StopAsked(step, message[1:].decode())
             trajectories = [Trajectory.from_bytes(part) for part in split_messages(message[1:])]
             if message[:1] == _BATCH or idle is None:
                 self._offered -= {trajectory.trajectory_id for trajectory in trajectories}
@@ -116,6 +123,8 @@ class BatchFeed:
         assert self._bank is not None, "rank 0 owns the bank"
         config = self._config
         while True:
+            if by := self._stop():
+                return _STOP + by.encode()
             cut = config.batch
             batch = self._bank.take_batch(
                 step, cut.groups, cut.group_size, oldest, max_filtered=cut.max_filtered_groups

@@ -217,6 +217,8 @@ class Checkpoints:
         self._others: dict[str, ModelFiles] = {}
         self.folder = RunFiles(config.run_path).checkpoints
         self._resumed: Generation | None = None
+        self.newest_steps = 0
+        """Steps in the newest generation, one that is being written included."""
         self.safe_version = 0
         """Version that a resume would start from now."""
         self.stall_seconds = 0.0
@@ -250,6 +252,7 @@ class Checkpoints:
             with_random_state=same_layout,
         )
         self._resumed, self.safe_version = generation, generation.version
+        self.newest_steps = generation.steps
         return generation
 
     def restore(self, parts: Mapping[str, Stateful]) -> None:
@@ -294,6 +297,7 @@ class Checkpoints:
         """Begin a generation; a save that still runs is finished first."""
         began = time.perf_counter()
         self.finish()
+        self.newest_steps = steps
         states = {name: part.state_dict() for name, part in parts.items()}
         average: list[Tensor] | None = None
         for state in states.values():

@@ -6,6 +6,7 @@ it; a step is committed to the bank exactly once, after its update; only rank 0 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -29,6 +30,9 @@ from megatron_async.training.lineage import Lineage
 from megatron_async.training.metrics import filter_metrics, step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
 from megatron_async.training.scores import KeptScores
+from megatron_async.training.stopping import StopAsked, StopRequest
+
+logger = logging.getLogger(__name__)
 
 _CONTROL_MARGIN_S = 120.0
 
@@ -53,7 +57,10 @@ class Session:
             config.publish, policy, control, self._engines, config.run_path / "published"
         )
         anyone_late = self._engines.anyone_late if self._engines is not None else None
-        self.feed = BatchFeed(config, control, self.bank, self._waiting, anyone_late, self._catch_up)
+        self.stop = StopRequest(self.bank)
+        self.feed = BatchFeed(
+            config, control, self.bank, self._waiting, anyone_late, self._catch_up, self.stop.by
+        )
         self.interruption = Interruption(config, control, self.bank, self._engines)
         self.scores = KeptScores(config, control, self.bank)
         self.checkpoints = Checkpoints(config, policy, control, self._generations_pruned)
@@ -71,7 +78,8 @@ class Session:
         session = cls(config, policy, Control(config.trainer.deadline_s + _CONTROL_MARGIN_S))
         try:
             session.resume()
-            yield session
+            with session.stop:
+                yield session
         finally:
             session.close()
 
@@ -133,6 +141,15 @@ class Session:
         if self.checkpoints.due(step + 1):
             with self.stage("checkpoint", step):
                 self.checkpoints.save(step + 1, self.version, parts)
+
+    def save_stopped(self, stop: StopAsked, parts: Mapping[str, Stateful]) -> None:
+        """Make a generation of the steps that none holds yet, so that a resume repeats nothing."""
+        with self.stage("checkpoint", stop.steps):
+            if self.config.checkpoint.every > 0 and stop.steps > self.checkpoints.newest_steps:
+                self.checkpoints.save(stop.steps, self.version, parts)
+            self.checkpoints.finish()
+        if self.control.rank == 0:
+            logger.info("stopped after %d steps, asked by %s", stop.steps, stop.by)
 
     def _generations_pruned(self, steps: int) -> None:
         """Nobody can go back to before `steps` any more: what those steps were trained on may go."""

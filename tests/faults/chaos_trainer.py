@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, PUBLISHED, TRAINING
 from megatron_async.config import load
 from megatron_async.config.schema import RunConfig
+from megatron_async.observe import RunFiles
 from megatron_async.roster import read_roster
 from megatron_async.training.lineage import Lineage
+from megatron_async.training.stopping import StopRequest
 
-UPDATE_S = 0.05
+UPDATE_VARIABLE = "CHAOS_UPDATE_S"
+"""In the environment: seconds of an update."""
 WEIGHTS = "weights.json"
 _DEADLINE_S = 900.0
 
@@ -31,13 +34,14 @@ _DEADLINE_S = 900.0
 def main() -> int:
     config = load(sys.argv[1], [])
     with Bank.open(config.bank_url) as bank:
-        train(config, bank)
-        bank.set_state(PHASE, "finished")
+        if train(config, bank):
+            bank.set_state(PHASE, "finished")
     return 0
 
 
-def train(config: RunConfig, bank: Bank) -> None:
-    """`config.steps` steps, from the newest checkpoint."""
+def train(config: RunConfig, bank: Bank) -> bool:
+    """`config.steps` steps, from the newest checkpoint; False when it was asked to stop before, with a checkpoint."""
+    stop = StopRequest(bank)
     path = config.run_path / WEIGHTS
     state = json.loads(path.read_text()) if path.exists() else {"version": 0, "trained": []}
     first, version = len(state["trained"]), state["version"]
@@ -49,8 +53,11 @@ def train(config: RunConfig, bank: Bank) -> None:
         if step >= again and bank.get_state(PHASE) != TRAINING:
             publish(config, bank, version)
             bank.set_state(PHASE, TRAINING)
-        batch = take(config, bank, step, version, line.oldest_within(version, config.rollout.max_staleness))
-        time.sleep(UPDATE_S)
+        oldest = line.oldest_within(version, config.rollout.max_staleness)
+        if (batch := take(config, bank, step, version, oldest, stop)) is None:
+            write(config, state)
+            return False
+        time.sleep(float(os.environ.get(UPDATE_VARIABLE, "0.05")))
         parent, version = version, bank.next_version()
         bank.record_version(version, parent, step)
         line.add(version, parent, sampled=step >= again)
@@ -60,18 +67,25 @@ def train(config: RunConfig, bank: Bank) -> None:
         bank.commit_step(step, parent, version, {"version_gap/max": max(gaps)})
         state = {"version": version, "trained": [*state["trained"], sorted(t.trajectory_id for t in batch)]}
         if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-            replace(path, state)
+            write(config, state)
+    return True
 
 
-def take(config: RunConfig, bank: Bank, step: int, version: int, oldest: int) -> list[Any]:
+def take(
+    config: RunConfig, bank: Bank, step: int, version: int, oldest: int, stop: StopRequest
+) -> list[Any] | None:
+    """The batch; None once a stop is asked for."""
     limit = time.monotonic() + _DEADLINE_S
-    while not (batch := bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest)):
+    while True:
+        if stop.by():
+            return None
+        if batch := bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest):
+            return batch
         if not all(engine.serves for engine in read_roster(config.run_path)):
             publish(config, bank, version)
         if time.monotonic() > limit:
             raise TimeoutError(f"step {step}: no batch in {_DEADLINE_S:g} s; the bank holds {bank.counts()}")
         time.sleep(0.02)
-    return batch
 
 
 def publish(config: RunConfig, bank: Bank, version: int) -> None:
@@ -83,10 +97,15 @@ def publish(config: RunConfig, bank: Bank, version: int) -> None:
     bank.set_state(PUBLISHED, str(version))
 
 
-def replace(path: Path, state: dict[str, Any]) -> None:
+def write(config: RunConfig, state: dict[str, Any]) -> None:
+    """The weights, and what tells the launcher of them."""
+    path = config.run_path / WEIGHTS
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(state))
     aside.replace(path)
+    folder = RunFiles(config.run_path).checkpoints / f"step_{len(state['trained']):06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").touch()
 
 
 if __name__ == "__main__":
