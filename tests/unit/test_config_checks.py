@@ -101,6 +101,8 @@ def test_a_sensible_configuration_passes(tmp_path):
         (["engines.tensor_parallel_size=3"], ["num_attention_heads = 4 is not divisible by 3"]),
         (["rollout.temperature=0"], ["rollout.temperature: 0.0 is not above 0"]),
         (["rollout.top_p=1.5"], ["outside (0, 1]"]),
+        (["rollout.process=64"], ["rollout.process: 64 is outside 0 to 63"]),
+        (["rollout.process=1", "objective.anchor=interrupt"], ["objective.anchor: interrupt, for which one process"]),
         (["optimizer.lr=0"], ["optimizer.lr: 0.0 is not above 0"]),
         (["optimizer.adam_beta1=1.0"], ["optimizer.adam_beta1: 1.0 is outside [0, 1)"]),
         (["optimizer.min_lr=1.0"], ["min_lr: 1.0 is above optimizer.lr"]),

@@ -184,8 +184,9 @@ def test_long_trajectories_that_went_stale_count_as_dropped(tmp_path: Path) -> N
                         bank.record_version(version, version - 1)
                     trainer.version = engine.version = 3
                     await trainer.train(2)
-                    while controller.counters.lengths.dropped < 8:
-                        await asyncio.sleep(0.01)
+                    async with asyncio.timeout(60):
+                        while controller.counters.lengths.dropped < 8:
+                            await asyncio.sleep(0.01)
 
                 controller, _ = await play(config, bank, engine, script)
                 lengths = controller.counters.lengths
