@@ -6,7 +6,8 @@ Invariants, checked on every append and again when a trajectory is read back:
 * All per-token arrays have one length L and are aligned to the token they speak of. There is one append
   for all of them, and it is all-or-nothing: a refused append changes nothing.
 * Version spans are half-open, ordered, and tile the action tokens exactly; adjacent spans of one version are
-  merged, so the way a response was cut into chunks leaves no trace. Versions never decrease.
+  merged, so the way a response was cut into chunks leaves no trace. Their versions may come in any order: after a
+  resume of the trainer, tokens of the resumed version follow those of a version that was lost.
 * A rollout log-prob is finite and at most 0.
 * Failures are not rewards: only `ok` and `truncated` may carry one.
 * After `finish` nothing changes any more.
@@ -297,12 +298,17 @@ class Trajectory:
 
     @property
     def min_version(self) -> int | None:
-        """Oldest version among the action tokens; None without action tokens."""
-        return self._spans[0].version if self._spans else None
+        """Lowest version id among the action tokens; None without action tokens."""
+        return min((span.version for span in self._spans), default=None)
 
     @property
     def max_version(self) -> int | None:
-        """Newest version among the action tokens; None without action tokens."""
+        """Highest version id among the action tokens; None without action tokens."""
+        return max((span.version for span in self._spans), default=None)
+
+    @property
+    def last_version(self) -> int | None:
+        """Version of the last action token; None without action tokens."""
         return self._spans[-1].version if self._spans else None
 
     @property
@@ -400,16 +406,12 @@ class Trajectory:
             )
 
     def _place_spans(self, spans: Sequence[VersionSpan], count: int) -> list[VersionSpan]:
-        """Chunk-relative spans to absolute ones; raises unless they tile [0, count) with growing versions."""
-        position, newest = 0, self.max_version
+        """Chunk-relative spans to absolute ones; raises unless they tile [0, count)."""
+        position = 0
         for span in spans:
             if span.start != position:
                 raise TrajectoryError(f"{self._name}: spans must tile [0, {count}); got {_shown(spans)}")
-            if newest is not None and span.version < newest:
-                raise TrajectoryError(
-                    f"{self._name}: version {span.version} after {newest}; got {_shown(spans)}"
-                )
-            position, newest = span.end, span.version
+            position = span.end
         if position != count:
             raise TrajectoryError(
                 f"{self._name}: spans cover {position} of the chunk's {count} tokens; got {_shown(spans)}"

@@ -100,8 +100,9 @@ class EpisodeProgress:
     queue. tokens: tokens sampled so far, streamed ones included. withdrawn: tokens that were recorded early and taken
     back. Seconds are wall time; blocked_s: for which
     the environment stopped the whole event loop. floor: version that the engines
-    sample with at least, None if not known. streamed: the answer under way. origin: what became of the episode when the
-    rollout was started again, for the trajectory's info; empty for one that was begun by this process.
+    sample with at least, None if not known. lost: whether a version is none that the trainer's present one was made
+    from, so that no engine will hold it again. streamed: the answer under way. origin: what became of the episode when
+    the rollout was started again, for the trajectory's info; empty for one that was begun by this process.
     """
 
     waiting_for: str = "start"
@@ -117,6 +118,7 @@ class EpisodeProgress:
     environment_s: float = 0.0
     blocked_s: float = 0.0
     floor: int | None = None
+    lost: Callable[[int], bool] = lambda version: False
     streamed: Streamed | None = None
     origin: dict[str, Any] = field(default_factory=dict)
 
@@ -380,7 +382,7 @@ class _Episode:
                 turn_options(self.trajectory.sampling, budget, self.chat.stop_token_ids),
                 on_chunk=on_chunk,
                 return_routed_experts=self.limits.routed_experts,
-                min_version=(self.trajectory.max_version or 0) if self.limits.mixed_versions else 0,
+                min_version=(self._last_standing() or 0) if self.limits.mixed_versions else 0,
             )
             self._count(len(generation.output_ids) - arrived)
             self.progress.retractions += generation.num_retractions
@@ -399,10 +401,15 @@ class _Episode:
 
     def _streamed(self) -> Streamed:
         """For the answer to come. Routed experts, and flags of kept KV, only come with the finished answer."""
-        known = [version for version in (self.progress.floor, self.trajectory.max_version) if version is not None]
+        known = [version for version in (self.progress.floor, self._last_standing()) if version is not None]
         certain = known and self.progress.floor is not None
         early = certain and not (self.limits.routed_experts or self.limits.stale_kv)
         return Streamed(self.trajectory, max(known) if early else None)
+
+    def _last_standing(self) -> int | None:
+        """Version of the last token, None where there is none or a resume of the trainer has left it behind."""
+        last = self.trajectory.last_version
+        return None if last is None or self.progress.lost(last) else last
 
     def _checked_ids(self) -> list[int]:
         ids = self.trajectory.token_ids

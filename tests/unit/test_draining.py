@@ -15,7 +15,7 @@ from megatron_async.bank import Bank
 from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config import ConfigError, check, load
 from megatron_async.config.schema import PublishConfig
-from megatron_async.rollout.agent_loop import run_episode
+from megatron_async.rollout.agent_loop import EpisodeProgress, run_episode
 from megatron_async.rollout.engines import with_engines
 from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.roster import DRAINING, SERVING, Engine, failed_key, read_roster, write_roster
@@ -177,8 +177,13 @@ def test_a_request_waits_for_new_enough_weights_and_keeps_nobody_waiting() -> No
     assert asyncio.run(scenario()) == (0, 1)
 
 
-@pytest.mark.parametrize(("mixed", "expected"), [(True, [0, 3]), (False, [0, 0])])
-def test_a_turn_asks_for_no_older_weights_than_the_one_before(mixed: bool, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("mixed", "lost", "expected"), [(True, (), [0, 3]), (True, (3,), [0, 0]), (False, (), [0, 0])]
+)
+def test_a_turn_asks_for_no_older_weights_than_the_one_before(
+    mixed: bool, lost: tuple[int, ...], expected: list[int]
+) -> None:
+    """Unless a resume of the trainer left those behind: no engine will hold them again."""
     asked: list[int] = []
 
     class Noting(RuleSampler):
@@ -190,7 +195,8 @@ def test_a_turn_asks_for_no_older_weights_than_the_one_before(mixed: bool, expec
         max_turns=2, max_tokens=100, turn_deadline_s=30, trajectory_deadline_s=60, mixed_versions=mixed
     )
     trajectory = Trajectory("t", "g", "p", SamplingParams(max_new_tokens=20), {})
-    asyncio.run(run_episode(Noting(version=3), PlainChat(), ScriptedEnvironment(turns=2), trajectory, limits))
+    progress, environment = EpisodeProgress(lost=lambda version: version in lost), ScriptedEnvironment(turns=2)
+    asyncio.run(run_episode(Noting(version=3), PlainChat(), environment, trajectory, limits, progress))
     assert asked == expected
 
 
