@@ -65,7 +65,7 @@ class Loop:
     def step(self, step: int) -> None:
         session, version = self.session, self.session.version
         with session.stage("wait_batch", step):
-            batch = self.assemble(session.feed.take(step, session.oldest_needed, self.idle_work), version)
+            batch = self.assemble(session.feed.take(step, session.least_updates, self.idle_work), version)
         with session.stage("old_logits", step):
             sequences = to_sequences(batch)
             anchors = self.old_logits.score(sequences, batch.trained_ids)

@@ -5,7 +5,7 @@ Invariants
   transaction that is on the disk when the call returns, so a kill of any process at any point leaves either the
   state before the call or the state after it.
 - States follow the machine in `states.py`; the database enforces it.
-- A batch holds complete groups only, oldest first, without a token older than asked for.
+- A batch holds complete groups only, oldest first, without a token older, in updates, than asked for.
 - Polling (`current_version`, `counts`, `admitted`, `peek_ready`) reads a few rows, however large the bank is.
 
 Any number of processes and threads may use one bank, each through its own `Bank.open`. A method blocks for as long
@@ -193,9 +193,9 @@ class Bank:
         """`finish_trajectory` for many in one transaction: one sync of the disk for all of them, or none recorded."""
 
         def work(conn: Connection) -> list[State]:
-            newest = ledger.newest_version(conn)
+            updates = collecting.updates_behind(conn, batch)
             groups.lock_all(conn, {trajectory.group_id for trajectory in batch})
-            return [collecting.finish(conn, trajectory, newest) for trajectory in batch]
+            return [collecting.finish(conn, trajectory, updates) for trajectory in batch]
 
         return self._write(work)
 
@@ -246,18 +246,25 @@ class Bank:
     # ------------------------------------------------------------------ training
 
     def take_batch(
-        self, step: int, groups: int, group_size: int, min_version: int, max_filtered: int = 0
+        self,
+        step: int,
+        groups: int,
+        group_size: int,
+        min_updates: int,
+        max_filtered: int = 0,
+        overtaking: int | None = None,
     ) -> list[Trajectory] | None:
         """Reserve the oldest `groups` complete groups under `step`; None while fewer wait. One transaction.
 
-        Complete groups with a token older than `min_version` become stale first, also when None is returned. Then up to
-        `max_filtered` groups per step, over all calls for it, are filtered if their rewards are all equal, and later
-        ones take their place (`filtered` counts them). Members beyond `group_size` are filtered. The order (groups by
-        age, members by age) is the recorded one when a step is trained again. Raises BankError when the step holds a
-        batch already, or is committed.
+        Complete groups with a token whose version has fewer than `min_updates` updates behind it become stale first,
+        also when None is returned. Then up to `max_filtered` groups per step, over all calls for it, are filtered if
+        their rewards are all equal, and later ones take their place (`filtered` counts them). overtaking: a group that
+        has more than so many older, incomplete ones before it waits for them (None: it never does). Members
+        beyond `group_size` are filtered. The order (groups by age, members by age) is the recorded one when a step is
+        trained again. Raises BankError when the step holds a batch already, or is committed.
         """
         found = self._write(
-            lambda conn: batches.take(conn, step, groups, group_size, min_version, max_filtered)
+            lambda conn: batches.take(conn, step, groups, group_size, min_updates, max_filtered, overtaking)
         )
         return None if found is None else [Trajectory.from_bytes(data) for data in found]
 
@@ -269,27 +276,31 @@ class Bank:
         """Complete groups that wait, stale ones not yet marked included."""
         return self._read(lambda conn: batches.ready(conn, group_size))
 
-    def list_waiting(self, known: Container[str], min_version: int, max_tokens: int) -> list[Trajectory]:
+    def list_waiting(self, known: Container[str], min_updates: int, max_tokens: int) -> list[Trajectory]:
         """Finished trajectories that wait to be trained, oldest first, without those whose id is known.
 
-        At most `max_tokens` tokens in all (one trajectory at least), none with a token older than `min_version`.
-        Reads the row of every waiting trajectory; nothing is reserved or changed.
+        At most `max_tokens` tokens in all (one trajectory at least), none with a token whose version has fewer than
+        `min_updates` updates behind it. Reads the row of every waiting trajectory; nothing is reserved or changed.
         """
-        found = self._read(lambda conn: batches.ahead(conn, known, (min_version, None), max_tokens, False))
+        found = self._read(lambda conn: batches.waiting(conn, known, min_updates, max_tokens))
         return [Trajectory.from_bytes(data) for data in found]
+
+    def waiting_ids(self) -> set[str]:
+        """Ids of the trajectories that `list_waiting` would find, whatever their age."""
+        return self._read(batches.waiting_ids)
 
     def list_unscored(
         self, known: Container[str], min_version: int, max_version: int, max_tokens: int
     ) -> list[Trajectory]:
-        """As `list_waiting`, with those of the batch in hand first, and no token newer than `max_version`."""
+        """As `list_waiting`, with those of the batch in hand first, and no token of an id outside these."""
         bounds = (min_version - 1, max_version)  # a batch in hand was built one version before
-        found = self._read(lambda conn: batches.ahead(conn, known, bounds, max_tokens, True))
+        found = self._read(lambda conn: batches.unscored(conn, known, bounds, max_tokens))
         return [Trajectory.from_bytes(data) for data in found]
 
     def list_sampled_by(self, version: int) -> list[Trajectory]:
-        """Running trajectories, as last written down, and waiting ones whose newest token is of `version`."""
+        """Running trajectories, as last written down, and waiting ones whose last token is of `version`."""
         found = self._read(lambda conn: batches.sampled_by(conn, version))
-        return [Trajectory.from_bytes(data) for data in found]
+        return [each for data in found if (each := Trajectory.from_bytes(data)).last_version == version]
 
     def save_scores(self, rows: Mapping[str, tuple[int, bytes]], oldest: int) -> None:
         """Keep old log-probs by trajectory id, as (oldest version of its tokens, bytes).
@@ -355,8 +366,9 @@ class Bank:
         """The lowest id not used yet."""
         return self._read(lambda conn: ledger.newest_version(conn) + 1)
 
-    def versions(self) -> list[Version]:
-        return self._read(ledger.all_versions)
+    def versions(self, above: int = -1) -> list[Version]:
+        """Every version with an id above the given one, oldest first."""
+        return self._read(lambda conn: ledger.versions_above(conn, above))
 
     def set_state(self, key: str, value: str) -> None:
         """Write to the small key-value table shared by all processes (such as the phase of the run)."""
@@ -434,7 +446,7 @@ def _create(conn: Connection, url: str) -> None:
         return
     conn.execute(schema.insert().values(number=SCHEMA))
     conn.execute(state_counts.insert(), [{"state": state.value, "n": 0} for state in State])
-    conn.execute(versions.insert().values(version=0, parent=None, step=None, created_at=time.time()))
+    conn.execute(versions.insert().values(version=0, parent=None, updates=0, step=None, created_at=time.time()))
     dialects.create_state_trigger(conn)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, exists, func, select, update
+from sqlalchemy import Column, Connection, Select, delete, exists, func, select, update
 
 from megatron_async.bank import dialects, filtering, ledger
 from megatron_async.bank import groups as group_rows
@@ -40,7 +40,13 @@ class Step:
 
 
 def take(
-    conn: Connection, step: int, wanted: int, group_size: int, min_version: int, max_filtered: int
+    conn: Connection,
+    step: int,
+    wanted: int,
+    group_size: int,
+    min_updates: int,
+    max_filtered: int,
+    overtaking: int | None,
 ) -> list[bytes] | None:
     """See `Bank.take_batch`; payloads in the batch's order, or None while there are too few complete groups."""
     row = conn.execute(select(steps.c.state).where(steps.c.step == step)).one_or_none()
@@ -54,8 +60,8 @@ def take(
             f"step {step} is {row.state}; wanted a new batch. A reserved step is committed with commit_step or given "
             "back with rollback_uncommitted; a committed one is only trained again when an older checkpoint is resumed"
         )
-    _mark_stale(conn, group_size, min_version)
-    chosen = filtering.choose(conn, step, wanted, group_size, min_version, max_filtered)
+    _mark_stale(conn, group_size, min_updates)
+    chosen = filtering.choose(conn, step, wanted, group_size, min_updates, max_filtered, overtaking)
     if len(chosen) < wanted:
         return None
     members = _reserve_members(conn, step, chosen, group_size)
@@ -74,42 +80,61 @@ def ready(conn: Connection, group_size: int) -> int:
     return int(conn.execute(query).scalar_one())
 
 
-def ahead(
-    conn: Connection, known: Container[str], versions: tuple[int, int | None], max_tokens: int, reserved: bool
+def waiting(conn: Connection, known: Container[str], min_updates: int, max_tokens: int) -> list[bytes]:
+    """See `Bank.list_waiting`."""
+    return _ahead(conn, [_waiting(*_SIZES).where(trajectories.c.min_updates >= min_updates)], known, max_tokens)
+
+
+def waiting_ids(conn: Connection) -> set[str]:
+    """See `Bank.waiting_ids`."""
+    return set(conn.execute(_waiting(trajectories.c.trajectory_id)).scalars())
+
+
+def unscored(
+    conn: Connection, known: Container[str], versions: tuple[int, int], max_tokens: int
 ) -> list[bytes]:
-    """See `Bank.list_waiting` and `Bank.list_unscored`; versions: the oldest and, unless None, the newest allowed."""
-    columns = (trajectories.c.position, trajectories.c.trajectory_id, trajectories.c.tokens)
-    waiting = select(*columns).join(groups, groups.c.position == trajectories.c.group_position)
-    queries = [waiting.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value)]
-    if reserved:
-        taken = select(*columns).join(steps, steps.c.step == trajectories.c.step)
-        queries.insert(0, taken.where(steps.c.state == "reserved"))
+    """See `Bank.list_unscored`; versions: the oldest and the newest allowed."""
     oldest, newest = versions
-    found_rows: list[Row[int, str, int]] = []
-    for query in queries:
-        query = query.where(trajectories.c.min_version >= oldest)
-        if newest is not None:
-            query = query.where(trajectories.c.max_version <= newest)
-        found_rows += conn.execute(query.order_by(trajectories.c.position)).all()
-    chosen: list[int] = []
-    room = max_tokens
-    for row in found_rows:
-        if row.trajectory_id not in known and (row.tokens <= room or not chosen):
-            chosen.append(row.position)
-            room -= row.tokens
-    found = select(payloads.c.data).where(payloads.c.position.in_(chosen)).order_by(payloads.c.position)
-    return list(conn.execute(found).scalars()) if chosen else []
+    reserved = select(*_SIZES).join(steps, steps.c.step == trajectories.c.step)
+    queries = [reserved.where(steps.c.state == "reserved"), _waiting(*_SIZES)]
+    inside = (trajectories.c.min_version >= oldest, trajectories.c.max_version <= newest)
+    return _ahead(conn, [query.where(*inside) for query in queries], known, max_tokens)
 
 
 def sampled_by(conn: Connection, version: int) -> list[bytes]:
-    """See `Bank.list_sampled_by`."""
-    newest = trajectories.c.max_version == version
-    waiting = select(trajectories.c.position).join(groups, groups.c.position == trajectories.c.group_position)
-    waiting = waiting.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value, newest)
-    running = select(trajectories.c.position).where(trajectories.c.state == State.RUNNING.value, newest)
-    positions = [*conn.execute(waiting).scalars(), *conn.execute(running).scalars()]
+    """See `Bank.list_sampled_by`; also trajectories that only have older and newer tokens, of which there are few."""
+    around = (trajectories.c.min_version <= version, trajectories.c.max_version >= version)
+    running = select(trajectories.c.position).where(trajectories.c.state == State.RUNNING.value, *around)
+    positions = [
+        *conn.execute(_waiting(trajectories.c.position).where(*around)).scalars(),
+        *conn.execute(running).scalars(),
+    ]
     found = select(payloads.c.data).where(payloads.c.position.in_(positions)).order_by(payloads.c.position)
     return list(conn.execute(found).scalars()) if positions else []
+
+
+_SIZES = (trajectories.c.position, trajectories.c.trajectory_id, trajectories.c.tokens)
+
+
+def _waiting(*columns: Column[Any]) -> Select[Any]:
+    """Finished trajectories in the queue."""
+    found = select(*columns).join(groups, groups.c.position == trajectories.c.group_position)
+    return found.where(groups.c.queue > 0, trajectories.c.state == State.FINISHED.value)
+
+
+def _ahead(
+    conn: Connection, queries: Sequence[Select[Any]], known: Container[str], max_tokens: int
+) -> list[bytes]:
+    """Payloads of what the queries find, one after the other, without those known and within the budget."""
+    chosen: list[int] = []
+    room = max_tokens
+    for query in queries:
+        for row in conn.execute(query.order_by(trajectories.c.position)):
+            if row.trajectory_id not in known and (row.tokens <= room or not chosen):
+                chosen.append(row.position)
+                room -= row.tokens
+    found = select(payloads.c.data).where(payloads.c.position.in_(chosen)).order_by(payloads.c.position)
+    return list(conn.execute(found).scalars()) if chosen else []
 
 
 def commit(conn: Connection, step: int, before: int, after: int, metrics: dict[str, Any]) -> None:
@@ -179,11 +204,11 @@ def recorded(conn: Connection) -> list[Step]:
     ]
 
 
-def _mark_stale(conn: Connection, group_size: int, min_version: int) -> None:
-    """Complete groups holding a token older than `min_version` leave the queue, all members with them."""
-    query = select(groups.c.position).where(groups.c.min_version < min_version, groups.c.queue >= group_size)
+def _mark_stale(conn: Connection, group_size: int, min_updates: int) -> None:
+    """Complete groups holding a token of a version with fewer updates leave the queue, all members with them."""
+    query = select(groups.c.position).where(groups.c.min_updates < min_updates, groups.c.queue >= group_size)
     query = query.limit(_GROUPS_AT_ONCE).with_for_update(skip_locked=True)
-    reason = f"stale: older than version {min_version} when a batch was built"
+    reason = f"stale: a token's version had fewer than {min_updates} updates when a batch was built"
     while old := conn.execute(query).scalars().all():
         move(conn, group_rows.waiting(conn, old), State.FINISHED, State.STALE, reason=reason)
         group_rows.retire(conn, old)

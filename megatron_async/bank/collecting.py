@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
-from megatron_async.bank import groups, texts
+from megatron_async.bank import groups, ledger, texts
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, count, move
 from megatron_async.bank.tables import payloads, state_counts, trajectories
@@ -74,20 +74,27 @@ def checkpoint(conn: Connection, batch: Sequence[Trajectory]) -> None:
         conn.execute(update(payloads).where(payloads.c.position == bindparam("at")), contents)
 
 
-def finish(conn: Connection, trajectory: Trajectory, newest_version: int) -> State:
-    """See `Bank.finish_trajectory`."""
+def updates_behind(conn: Connection, batch: Sequence[Trajectory]) -> dict[int, int]:
+    """Updates behind every recorded version that these trajectories hold tokens of."""
+    return ledger.updates_of(conn, {span.version for trajectory in batch for span in trajectory.spans})
+
+
+def finish(conn: Connection, trajectory: Trajectory, updates: Mapping[int, int]) -> State:
+    """See `Bank.finish_trajectory`; updates: from `updates_behind`."""
     if not trajectory.finished:
         raise BankError(f"trajectory {trajectory.trajectory_id!r} is still running; call its finish() first")
-    if (trajectory.max_version or 0) > newest_version:
+    held = {span.version for span in trajectory.spans}
+    if unknown := sorted(held - updates.keys()):
         raise BankError(
-            f"trajectory {trajectory.trajectory_id!r} has tokens of version {trajectory.max_version}, but the newest "
-            f"recorded version is {newest_version}: record_version must come before the engines get its weights"
+            f"trajectory {trajectory.trajectory_id!r} has tokens of version {unknown[-1]}, but the newest recorded "
+            f"version is {ledger.newest_version(conn)}: record_version must come before the engines get its weights"
         )
+    oldest = min((updates[version] for version in held), default=None)
     row = _row(conn, trajectory, "running -> finished")
     group = groups.lock(conn, row.group_position)
     reason = _why_untrainable(trajectory)
     new = State.FAILED if reason else State.FINISHED
-    summary = {**_summary(trajectory), "finished_at": time.time(), "reason": reason}
+    summary = {**_summary(trajectory), "finished_at": time.time(), "reason": reason, "min_updates": oldest}
     move(conn, [row.position], State.RUNNING, new, **summary)
     _store(conn, row.position, trajectory)
     if new is State.FAILED:
@@ -98,8 +105,8 @@ def finish(conn: Connection, trajectory: Trajectory, newest_version: int) -> Sta
         move(conn, [row.position], State.FINISHED, new, reason=surplus)
         groups.adjust(conn, group, running=-1)
     else:
-        known = [v for v in (group.min_version, trajectory.min_version) if v is not None]
-        groups.adjust(conn, group, running=-1, waiting=1, min_version=min(known))
+        known = [updates for updates in (group.min_updates, oldest) if updates is not None]
+        groups.adjust(conn, group, running=-1, waiting=1, min_updates=min(known))
     _retire_if_empty(conn, group)
     return new
 

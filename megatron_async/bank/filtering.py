@@ -40,7 +40,13 @@ def of_step(conn: Connection, step: int) -> Filtered:
 
 
 def choose(
-    conn: Connection, step: int, wanted: int, group_size: int, min_version: int, most: int
+    conn: Connection,
+    step: int,
+    wanted: int,
+    group_size: int,
+    min_updates: int,
+    most: int,
+    overtaking: int | None,
 ) -> list[int]:
     """Positions of up to `wanted` complete groups for the batch of `step`, locked, oldest first.
 
@@ -49,7 +55,7 @@ def choose(
     """
     found = of_step(conn, step)
     while True:
-        oldest = groups.oldest_complete(conn, wanted, group_size, min_version)
+        oldest = groups.oldest_complete(conn, wanted, group_size, min_updates, overtaking)
         equal = _without_variance(conn, oldest)[: max(0, most - found.groups)]
         if not equal:
             return oldest

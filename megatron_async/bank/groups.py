@@ -7,6 +7,7 @@ A group is *complete* when the wanted number of members waits, or when it was cl
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from megatron_async.bank.tables import CLOSED_QUEUE, groups, prompts, trajectori
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that is not done: what a restarted rollout has to complete. Members that wait are kept."""
+    """A group that is not done: what a restarted rollout has to complete. Members that wait are kept; min_updates:
+    fewest updates behind the version of one of their tokens, None while none waits."""
 
     group_id: str
     prompt_id: str
@@ -31,6 +33,7 @@ class OpenGroup:
     waiting: int
     failed: int
     closed: bool
+    min_updates: int | None = None
 
 
 def lock_or_create(conn: Connection, group_id: str, prompt_id: str, task: dict[str, Any]) -> Row[Any]:
@@ -82,22 +85,35 @@ def _queue(fields: dict[str, Any]) -> int:
     return int(fields["waiting"])
 
 
-def oldest_complete(conn: Connection, wanted: int, group_size: int, min_version: int) -> list[int]:
+def oldest_complete(
+    conn: Connection, wanted: int, group_size: int, min_updates: int, overtaking: int | None = None
+) -> list[int]:
     """Positions of up to `wanted` complete groups without an older token, locked, in the order they were started in.
 
-    The condition on the version stands in the statement that locks: a group may have become complete since the stale
-    ones were marked, by a member that was sampled long ago. Exactly complete groups come in the order of the index.
-    The few that are over-full or closed are sorted here: asked to sort them, SQLite walks through all groups there
-    ever were.
+    overtaking: so many older groups that are not complete may stay behind; None: any number.
+    The condition on the age stands in the statement that locks: a group may have become complete since the stale ones
+    were marked, by a member that was sampled long ago. Exactly complete groups come in the order of the index. The few
+    that are over-full or closed are sorted here: asked to sort them, SQLite walks through all groups there ever were.
     """
-    # coalesce: with the bare column SQLite may take the index of versions and walk through all that wait.
-    fresh = func.coalesce(groups.c.min_version, min_version) >= min_version
+    # coalesce: with the bare column SQLite may take the index of ages and walk through all that wait.
+    fresh = func.coalesce(groups.c.min_updates, min_updates) >= min_updates
     exact = select(groups.c.position).where(groups.c.queue == group_size, fresh).order_by(groups.c.position)
     above = select(groups.c.position).where(groups.c.queue > group_size, fresh)
     found: list[int] = []
     for query in (exact.limit(wanted), above):
         found += conn.execute(query.with_for_update(skip_locked=True)).scalars()
-    return sorted(found)[:wanted]
+    return sorted(found)[: _before_the_window_ends(conn, sorted(found), group_size, overtaking)][:wanted]
+
+
+def _before_the_window_ends(
+    conn: Connection, complete: Sequence[int], group_size: int, overtaking: int | None
+) -> int:
+    """How many of the complete groups have at most `overtaking` older ones before them that are not."""
+    if overtaking is None:
+        return len(complete)
+    unready = select(groups.c.position).where(groups.c.done.is_(False), groups.c.queue < group_size)
+    behind = conn.execute(unready.order_by(groups.c.position).limit(overtaking + 1)).scalars().all()
+    return len(complete) if len(behind) <= overtaking else bisect_left(complete, behind[-1])
 
 
 def waiting(conn: Connection, group_positions: Sequence[int]) -> Sequence[int]:
@@ -110,7 +126,7 @@ def waiting(conn: Connection, group_positions: Sequence[int]) -> Sequence[int]:
 
 def retire(conn: Connection, positions: Sequence[int]) -> None:
     """Mark locked groups done: none of their members waits any more."""
-    done = {"done": True, "waiting": 0, "queue": 0, "min_version": None}
+    done = {"done": True, "waiting": 0, "queue": 0, "min_updates": None}
     conn.execute(update(groups).where(groups.c.position.in_(positions)).values(done))
 
 
@@ -119,9 +135,9 @@ def revive(conn: Connection, positions: Sequence[int]) -> None:
     for position in sorted(positions):
         row = lock(conn, position)
         waiting = trajectories.c.state == State.FINISHED.value
-        query = select(func.count(), func.min(trajectories.c.min_version))
+        query = select(func.count(), func.min(trajectories.c.min_updates))
         n, oldest = conn.execute(query.where(trajectories.c.group_position == position, waiting)).one()
-        adjust(conn, row, waiting=n - row.waiting, min_version=oldest, done=False)
+        adjust(conn, row, waiting=n - row.waiting, min_updates=oldest, done=False)
 
 
 def close(conn: Connection, group_id: str, fewest: int | None, reason: str) -> int:
@@ -153,6 +169,7 @@ def unfinished(conn: Connection) -> list[OpenGroup]:
             waiting=row.waiting,
             failed=row.failed,
             closed=row.closed,
+            min_updates=row.min_updates,
         )
         for row in rows
     ]

@@ -7,7 +7,7 @@ resumed version as parent, so that versions form a graph and a token's version a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
@@ -22,12 +22,14 @@ _DISCARDED = "bank/discarded_through"
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """parent: the version it was trained from, None for the starting checkpoint. created_at: seconds since 1970."""
+    """parent: the version it was trained from, None for the starting checkpoint. updates: that lie between the starting
+    checkpoint and it; ids run ahead of them once a run was resumed. created_at: seconds since 1970."""
 
     version: int
     parent: int | None
     step: int | None
     created_at: float
+    updates: int
 
 
 def record_version(conn: Connection, version: int, parent: int | None, step: int | None) -> None:
@@ -43,12 +45,12 @@ def record_version(conn: Connection, version: int, parent: int | None, step: int
         )
     if version <= newest:
         raise BankError(f"version {version} is below the newest recorded version {newest}; use {newest + 1}")
-    if (
-        parent is None
-        or conn.execute(select(versions).where(versions.c.version == parent)).one_or_none() is None
-    ):
+    behind = None if parent is None else updates_of(conn, {parent}).get(parent)
+    if behind is None:
         raise BankError(f"version {version}: its parent {parent} is not recorded")
-    row = {"version": version, "parent": parent, "step": step, "created_at": time.time()}
+    row = {
+        "version": version, "parent": parent, "updates": behind + 1, "step": step, "created_at": time.time()
+    }  # fmt: skip
     conn.execute(versions.insert().values(row))
     write_key(conn, _CURRENT, str(version))
 
@@ -68,9 +70,16 @@ def newest_version(conn: Connection) -> int:
     return int(conn.execute(select(func.max(versions.c.version))).scalar_one())
 
 
-def all_versions(conn: Connection) -> list[Version]:
-    rows = conn.execute(select(versions).order_by(versions.c.version))
-    return [Version(row.version, row.parent, row.step, row.created_at) for row in rows]
+def versions_above(conn: Connection, known: int) -> list[Version]:
+    """See `Bank.versions`."""
+    rows = conn.execute(select(versions).where(versions.c.version > known).order_by(versions.c.version))
+    return [Version(row.version, row.parent, row.step, row.created_at, row.updates) for row in rows]
+
+
+def updates_of(conn: Connection, ids: Collection[int]) -> dict[int, int]:
+    """Updates behind each of these versions; an id that was never recorded is left out."""
+    query = select(versions.c.version, versions.c.updates).where(versions.c.version.in_(ids))
+    return {row.version: row.updates for row in conn.execute(query)} if ids else {}
 
 
 def discarded_through(conn: Connection) -> int:

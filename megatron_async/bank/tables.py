@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from megatron_async.bank.texts import LONGEST_ID, ForeignId, Reason
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of this layout; a bank of another number is refused, not guessed at."""
 
 CLOSED_QUEUE = 1_000_000
@@ -36,7 +36,7 @@ CLOSED_QUEUE = 1_000_000
 metadata = MetaData()
 # SQLite only numbers INTEGER primary keys by itself.
 _Position = BigInteger().with_variant(Integer, "sqlite")
-_RUNNING, _WAITS = text("state = 'running'"), text("min_version IS NOT NULL")
+_RUNNING, _WAITS = text("state = 'running'"), text("min_updates IS NOT NULL")
 
 schema = Table("bank_schema", metadata, Column("number", Integer, primary_key=True))
 
@@ -57,14 +57,14 @@ groups = Table(
     Column("running", Integer, nullable=False, default=0),
     Column("waiting", Integer, nullable=False, default=0),
     Column("failed", Integer, nullable=False, default=0),
-    Column("min_version", BigInteger),  # over the waiting members
+    Column("min_updates", BigInteger),  # over the waiting members
     Column("closed", Boolean, nullable=False, default=False),
     Column("done", Boolean, nullable=False, default=False),
     Column("queue", Integer, nullable=False, default=0),
     CheckConstraint("running >= 0 AND waiting >= 0 AND failed >= 0", name="ck_groups_counts"),
     CheckConstraint("queue >= 0 AND (queue = 0 OR NOT done)", name="ck_groups_queue"),
     Index("ix_groups_queue", "queue", "position"),
-    Index("ix_groups_min_version", "min_version", sqlite_where=_WAITS, postgresql_where=_WAITS),
+    Index("ix_groups_min_updates", "min_updates", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_groups_open", "done", "position"),
     sqlite_autoincrement=True,
 )
@@ -82,6 +82,7 @@ trajectories = Table(
     Column("action_tokens", Integer, nullable=False, default=0),
     Column("min_version", BigInteger),
     Column("max_version", BigInteger),
+    Column("min_updates", BigInteger),  # of a finished one: fewest updates behind the version of a token
     Column("step", BigInteger),
     Column("reason", Reason),
     Column("started_at", Float, nullable=False),
@@ -113,6 +114,7 @@ versions = Table(
     metadata,
     Column("version", BigInteger, primary_key=True, autoincrement=False),
     Column("parent", BigInteger, ForeignKey("versions.version")),
+    Column("updates", BigInteger, nullable=False),  # of the starting checkpoint, that led here
     Column("step", BigInteger),
     Column("created_at", Float, nullable=False),
     CheckConstraint("parent IS NULL OR parent < version", name="ck_versions_parent"),

@@ -83,6 +83,20 @@ def _groups_that_fit(groups: int, group_size: int, parts: int) -> int:
     return next_multiple(groups, step)
 
 
+def _check_admission(config: RunConfig) -> list[str]:
+    rollout, problems = config.rollout, []
+    if rollout.window and rollout.admission != "window":
+        problems.append(
+            f"rollout.window: {rollout.window} is only read with rollout.admission window (it is {rollout.admission})"
+        )
+    if rollout.over_sampling and rollout.admission == "drop":
+        problems.append(
+            f"rollout.over_sampling: {rollout.over_sampling:g} has no meaning with rollout.admission drop, which "
+            "starts groups whenever there is a place; set it to 0"
+        )
+    return problems
+
+
 def _check_rollout(config: RunConfig) -> list[str]:
     rollout, problems = config.rollout, []
     at_least_one = ("concurrency", "max_turns", "max_new_tokens", "max_tokens")
@@ -108,6 +122,7 @@ def _check_rollout(config: RunConfig) -> list[str]:
             f"rollout.process: {rollout.process} with objective.anchor: {config.objective.anchor}, for which one "
             "process answers what all trajectories hold so far; run one rollout process, or choose another anchor"
         )
+    problems += _check_admission(config)
     if rollout.temperature <= 0:
         problems.append(
             f"rollout.temperature: {rollout.temperature} is not above 0; greedy sampling has no log-probs to train on"
@@ -142,7 +157,8 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "seed", "optimizer.weight_decay", "optimizer.clip_grad", "optimizer.lr_warmup_steps", "optimizer.min_lr",
-    "rollout.max_retries", "engines.max_restarts", "rollout.flush_s", "trainer.max_restarts", "snapshots.device_bytes",
+    "rollout.max_retries", "rollout.window", "rollout.over_sampling",
+    "engines.max_restarts", "rollout.flush_s", "trainer.max_restarts", "snapshots.device_bytes",
     "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
@@ -235,7 +251,7 @@ def _warn(config: RunConfig, shape: ModelShape | None) -> list[str]:
             "are those of the whole one: every ratio is biased; set top_p 1.0 and top_k -1"
         )
     ceiling = (rollout.max_staleness + 1) * config.batch.trajectories
-    if rollout.concurrency > ceiling:
+    if rollout.concurrency > ceiling and rollout.admission != "drop" and not rollout.over_sampling:
         warnings.append(
             f"rollout.concurrency: {rollout.concurrency} is never reached, since staleness admits (max_staleness "
             f"{rollout.max_staleness} + 1) * {config.batch.trajectories} = {ceiling} unfinished trajectories"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_async.config.estimate import parameters_of
 from megatron_async.config.hf import read_shape
 from megatron_async.config.placement import placement_text
@@ -41,7 +43,6 @@ def _batch_text(config: RunConfig) -> list[str]:
     each = batch.trajectories // layout.data_parallel_size
     room = config.trainer.micro_batch_tokens * layout.context_parallel_size
     most = batch.trajectories * config.rollout.max_tokens
-    admitted = (config.rollout.max_staleness + 1) * batch.trajectories
     return [
         f"  step      {batch.groups} groups * {batch.group_size} = {batch.trajectories} trajectories, "
         f"{each} per data-parallel rank, {updates} update(s)",
@@ -49,9 +50,21 @@ def _batch_text(config: RunConfig) -> list[str]:
         f"packed into micro-batches of {room:,}",
         f"  run       {config.steps} steps = {config.steps * updates} updates, "
         f"{config.steps * batch.trajectories:,} trajectories trained on",
-        f"  staleness at most {config.rollout.max_staleness} version(s): ({config.rollout.max_staleness} + 1) * "
-        f"{batch.trajectories} = {admitted} trajectories running or waiting",
+        _staleness_text(config),
     ]
+
+
+def _staleness_text(config: RunConfig) -> str:
+    rollout, batch = config.rollout, config.batch
+    text = f"  staleness at most {rollout.max_staleness} version(s): "
+    if rollout.admission == "drop":
+        return f"{text}what is older when a batch is built is dropped (rollout.admission drop)"
+    extra = math.ceil(rollout.over_sampling * batch.groups) * batch.group_size
+    admitted = (rollout.max_staleness + 1) * batch.trajectories + extra
+    more = f" + {extra}" if extra else ""
+    return (
+        f"{text}({rollout.max_staleness} + 1) * {batch.trajectories}{more} = {admitted} trajectories running or waiting"
+    )
 
 
 def describe(config: RunConfig) -> str:

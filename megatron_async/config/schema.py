@@ -169,6 +169,16 @@ class RolloutConfig:
     max_staleness: int = 1
     """Most versions a token may lag behind the trainer when it is trained on, time in the queue included. 0 is
     synchronous; larger overlaps more and needs an objective that corrects for it."""
+    admission: Literal["throttle", "drop", "wait", "window"] = "throttle"
+    """Which groups start, and when. throttle: those that will be trained within `max_staleness`. window: likewise,
+    and batches are formed in the order of start (see `window`). wait: rounds of what `max_staleness` has room for, the
+    next one when all of the last has been trained. drop: always; what is too old when a batch is built is dropped."""
+    window: int = 0
+    """With admission window: groups started before a group that may still be unfinished when it is trained. 0 trains
+    strictly in the order of start, and waits for the longest."""
+    over_sampling: float = 0.0
+    """Share of a batch's groups that are started beyond what it needs; the slowest are dropped when it is full. Hides
+    stragglers, throws tokens away, and favours short answers (`length/dropped_over_kept`)."""
     concurrency: int = 32
     """Trajectories running at once. More keeps the engines busy and raises the version gap."""
     max_turns: int = 16
@@ -191,7 +201,8 @@ class RolloutConfig:
     """Longest wait for one turn of the policy or one step of the environment. Then the trajectory fails, and is not
     counted as reward 0."""
     trajectory_deadline_s: float = 1800.0
-    """Longest life of a trajectory. Then it fails and its place is given to another."""
+    """Longest life of a trajectory. Then it fails and its place is given to another. One that goes on after a restart
+    of the rollout gets it anew."""
     max_retries: int = 3
     """How often a request to an engine that failed is repeated before the trajectory counts as failed, and how often a
     trajectory that failed is played again (see `partial_groups`)."""
@@ -292,7 +303,8 @@ class PublishConfig:
     every: int = 1
     """Publish after each n-th training step. More lets engines run longer undisturbed and raises the version gap."""
     deadline_s: float = 120.0
-    """Longest time for one publishing. Then the run ends and names the engine that did not answer."""
+    """Longest time for one publishing. Then the engine that did not answer is named, left out and started again, and
+    the run goes on with the others."""
 
 
 @dataclass(frozen=True, slots=True)

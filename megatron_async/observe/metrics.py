@@ -17,7 +17,7 @@ from megatron_async.observe.rows import RowWriter, read_rows
 
 REWARD = "reward/mean"
 GAP_MEAN = "version_gap/mean"
-"""Mean over the step's action tokens of (trainer's version - token's version)."""
+"""Mean over the step's action tokens of the updates between the token's version and the trainer's."""
 GAP_TOKENS = "version_gap/tokens/"
 """Prefix of the histogram: action tokens with the gap that follows."""
 SECONDS = "seconds/"

@@ -94,8 +94,9 @@ class BatchFeed:
         self._stop = stop
         self._offered: set[str] = set()
 
-    def take(self, step: int, oldest: int, idle: IdleWork | None = None) -> list[Trajectory]:
-        """The batch of `step`, no token of it of a version below `oldest`; on a resume, the one on record.
+    def take(self, step: int, least_updates: int, idle: IdleWork | None = None) -> list[Trajectory]:
+        """The batch of `step`, no token of it of a version with fewer than `least_updates` behind it; after a resume,
+        the one on record.
 
         idle: called on every rank while the batch is incomplete, with finished trajectories that it was not called
         with before, about one micro-batch of them per rank.
@@ -105,7 +106,7 @@ class BatchFeed:
         started = time.monotonic()
         while True:
             message = self._control.from_rank_zero(
-                lambda: self._next(step, oldest, started, idle is not None)
+                lambda: self._next(step, least_updates, started, idle is not None)
             )
             if message == _LATE:
                 self._catch_up()
@@ -114,22 +115,24 @@ class BatchFeed:
                 raise StopAsked(step, message[1:].decode())
             trajectories = [Trajectory.from_bytes(part) for part in split_messages(message[1:])]
             if message[:1] == _BATCH or idle is None:
-                self._offered -= {trajectory.trajectory_id for trajectory in trajectories}
                 return trajectories
             idle(trajectories)
 
-    def _next(self, step: int, oldest: int, started: float, has_idle_work: bool) -> bytes:
+    def _next(self, step: int, least_updates: int, started: float, has_idle_work: bool) -> bytes:
         """The batch, or what can be worked on meanwhile."""
         assert self._bank is not None, "rank 0 owns the bank"
         config = self._config
+        overtaking = config.rollout.window if config.rollout.admission == "window" else None
         while True:
             if by := self._stop():
                 return _STOP + by.encode()
             cut = config.batch
             batch = self._bank.take_batch(
-                step, cut.groups, cut.group_size, oldest, max_filtered=cut.max_filtered_groups
+                step, cut.groups, cut.group_size, least_updates, cut.max_filtered_groups, overtaking
             )
             if batch:
+                if self._offered:  # what was taken, or went stale, or was filtered, need not be remembered
+                    self._offered &= self._bank.waiting_ids()
                 return _BATCH + join_messages([trajectory.to_bytes() for trajectory in batch])
             waited = time.monotonic() - started
             if waited > config.trainer.deadline_s:
@@ -137,7 +140,7 @@ class BatchFeed:
             self._on_wait(self._progress(step))
             if self._anyone_late is not None and self._anyone_late():
                 return _LATE
-            if has_idle_work and (offered := self._offer(oldest)):
+            if has_idle_work and (offered := self._offer(least_updates)):
                 return _MEANWHILE + join_messages([trajectory.to_bytes() for trajectory in offered])
             time.sleep(config.rollout.poll_s / 2)
 
@@ -151,12 +154,12 @@ class BatchFeed:
         filtered = self._bank.filtered(step).groups
         return f"{text}, {filtered} of at most {cut.max_filtered_groups} without variance filtered"
 
-    def _offer(self, oldest: int) -> list[Trajectory]:
+    def _offer(self, least_updates: int) -> list[Trajectory]:
         assert self._bank is not None
         layout = self._config.layout
         ranks = layout.data_parallel_size * layout.context_parallel_size
         room = self._config.trainer.micro_batch_tokens * ranks
-        offered = self._bank.list_waiting(self._offered, oldest, room)
+        offered = self._bank.list_waiting(self._offered, least_updates, room)
         self._offered |= {trajectory.trajectory_id for trajectory in offered}
         return offered
 

@@ -128,8 +128,7 @@ class Session:
         parent, self.version = self.version, self.control.json_from_rank_zero(
             lambda: self.bank.next_version() if self.bank else 0
         )
-        sampled = not self.catching_up or step + 1 == self._repeated_until
-        self.lineage.add(self.version, parent, sampled=sampled, made_at=time.time())
+        self.lineage.add(self.version, parent, made_at=time.time())
         if self.bank:
             self.bank.record_version(self.version, parent, step)
 
@@ -166,8 +165,13 @@ class Session:
         return published
 
     @property
+    def least_updates(self) -> int:
+        """No token is trained any more whose version has fewer updates behind it: a batch may not hold it."""
+        return self.lineage.updates(self.version) - self.config.rollout.max_staleness
+
+    @property
     def oldest_needed(self) -> int:
-        """No token of an older version is trained any more: a batch may not hold it."""
+        """No token of a version with a lower id is trained any more."""
         return self.lineage.oldest_within(self.version, self.config.rollout.max_staleness)
 
     @property
@@ -227,7 +231,10 @@ class Session:
         return engines
 
     def _catch_up(self) -> None:
-        """Engines that came back get the resident weights while there is nothing else to do."""
+        """Engines that came back get the resident weights while there is nothing else to do.
+
+        With lag-n publishing those may be newer than what the others hold; a token's own version says which it was.
+        """
         self.publisher.catch_up(self.version)
 
     def _waiting(self, what: str) -> None:

@@ -47,7 +47,7 @@ def train(url: str, name: str) -> None:
         bank.rollback_uncommitted()
         step = len(bank.steps())
         while True:
-            batch = bank.take_batch(step, groups=1, group_size=GROUP_SIZE, min_version=0)
+            batch = bank.take_batch(step, groups=1, group_size=GROUP_SIZE, min_updates=0)
             if batch is not None:
                 bank.commit_step(step, 0, 0)
                 _say("trained", str(step), *(t.trajectory_id for t in batch))

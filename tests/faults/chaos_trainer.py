@@ -53,14 +53,14 @@ def train(config: RunConfig, bank: Bank) -> bool:
         if step >= again and bank.get_state(PHASE) != TRAINING:
             publish(config, bank, version)
             bank.set_state(PHASE, TRAINING)
-        oldest = line.oldest_within(version, config.rollout.max_staleness)
-        if (batch := take(config, bank, step, version, oldest, stop)) is None:
+        least = line.updates(version) - config.rollout.max_staleness
+        if (batch := take(config, bank, step, version, least, stop)) is None:
             write(config, state)
             return False
         time.sleep(float(os.environ.get(UPDATE_VARIABLE, "0.05")))
         parent, version = version, bank.next_version()
         bank.record_version(version, parent, step)
-        line.add(version, parent, sampled=step >= again)
+        line.add(version, parent)
         if step >= again:
             publish(config, bank, version)
         gaps = [int(line.gaps(parent, t.versions[t.loss_mask]).max()) for t in batch]
@@ -72,14 +72,14 @@ def train(config: RunConfig, bank: Bank) -> bool:
 
 
 def take(
-    config: RunConfig, bank: Bank, step: int, version: int, oldest: int, stop: StopRequest
+    config: RunConfig, bank: Bank, step: int, version: int, least: int, stop: StopRequest
 ) -> list[Any] | None:
     """The batch; None once a stop is asked for."""
     limit = time.monotonic() + _DEADLINE_S
     while True:
         if stop.by():
             return None
-        if batch := bank.take_batch(step, config.batch.groups, config.batch.group_size, oldest):
+        if batch := bank.take_batch(step, config.batch.groups, config.batch.group_size, least):
             return batch
         if not all(engine.serves for engine in read_roster(config.run_path)):
             publish(config, bank, version)

@@ -118,7 +118,7 @@ def test_a_step_that_the_mask_took_whole_still_tells_the_average_to_restart() ->
         learn=lambda _: None, take_metrics=dict,
     )  # fmt: skip
     session = Recorder(
-        version=0, oldest_needed=0, lineage=Lineage(), catching_up=False,
+        version=0, least_updates=0, lineage=Lineage(), catching_up=False,
         stage=lambda *_: nullcontext(), feed=SimpleNamespace(take=lambda *_: [make_trajectory()]),
         interruption=SimpleNamespace(release=lambda: None),
     )  # fmt: skip

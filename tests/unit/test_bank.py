@@ -54,7 +54,7 @@ def bank(bank_url: str):  # type: ignore[no-untyped-def]
 
 def test_a_trajectory_comes_back_as_it_went_in(bank: Bank) -> None:
     kept = [collect(bank, f"t{i}", "g") for i in range(2)]
-    assert bank.take_batch(0, groups=1, group_size=2, min_version=0) == kept
+    assert bank.take_batch(0, groups=1, group_size=2, min_updates=0) == kept
 
 
 def test_counts_and_admission_follow_the_states(bank: Bank) -> None:
@@ -174,7 +174,7 @@ def test_a_restart_finds_the_groups_it_must_complete(bank: Bank) -> None:
     bank.start_trajectory(running("new.0", "new"))
     bank.abandon_running("killed", ["half.1"])
     assert bank.open_groups() == [
-        OpenGroup("half", "prompt-half", {"seed": 1}, running=0, waiting=1, failed=1, closed=False),
+        OpenGroup("half", "prompt-half", {"seed": 1}, running=0, waiting=1, failed=1, closed=False, min_updates=0),
         OpenGroup("new", "prompt-new", {"seed": 1}, running=1, waiting=0, failed=0, closed=False),
     ]
     bank.rollback_uncommitted()
@@ -224,9 +224,9 @@ def test_stale_groups_are_marked_whole_and_counted(bank: Bank) -> None:
     collect(bank, "g.1", "g", version=1)
     collect_group(bank, "h", version=1)
     collect(bank, "open.0", "open", version=0)
-    assert bank.take_batch(0, groups=2, group_size=2, min_version=1) is None
+    assert bank.take_batch(0, groups=2, group_size=2, min_updates=1) is None
     assert (bank.counts()["stale"], bank.peek_ready(2)) == (2, 1)  # the incomplete group is left alone
-    assert ids(bank.take_batch(0, 1, 2, min_version=1)) == ["h.0", "h.1"]
+    assert ids(bank.take_batch(0, 1, 2, min_updates=1)) == ["h.0", "h.1"]
 
 
 def test_more_stale_groups_than_one_statement_takes(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_more_stale_groups_than_one_statement_takes(bank: Bank, monkeypatch: pyt
     for g in range(10):
         collect(bank, f"t{g}", f"g{g}")
     bank.record_version(1, 0)
-    assert bank.take_batch(0, 1, 1, min_version=1) is None
+    assert bank.take_batch(0, 1, 1, min_updates=1) is None
     assert (bank.counts()["stale"], bank.peek_ready(1)) == (10, 0)
 
 
@@ -312,7 +312,7 @@ def test_a_batch_given_back_keeps_its_age(bank: Bank) -> None:
     bank.take_batch(0, 1, 2, 0)
     bank.rollback_uncommitted()
     bank.record_version(1, parent=0)
-    assert bank.take_batch(0, 1, 2, min_version=1) is None
+    assert bank.take_batch(0, 1, 2, min_updates=1) is None
     assert bank.counts()["stale"] == 2
 
 
@@ -328,7 +328,7 @@ def test_steps_after_the_resumed_checkpoint_are_trained_again_in_order(bank: Ban
     assert ids(bank.take_batch(1, 1, 2, 0)) == batches[1]
     assert bank.rollback_uncommitted(checkpoint_step=0) == 0  # a second crash keeps the record
     for step in (1, 2):
-        assert ids(bank.take_batch(step, 1, 2, min_version=99)) == batches[step]  # recorded, so not stale
+        assert ids(bank.take_batch(step, 1, 2, min_updates=99)) == batches[step]  # recorded, so not stale
         bank.commit_step(step, 0, 0)
     assert ids(bank.take_batch(3, 1, 2, 0)) == ["d.0", "d.1"]
 
@@ -611,3 +611,86 @@ def test_no_frequent_query_walks_through_all_rows(tmp_path: Path) -> None:
         plan for plan in plans if plan[1].startswith(tables) and "ix_trajectories_running" not in plan[1]
     }
     assert not scans, scans
+
+
+# ---------------------------------------------------------------- ages after a resume
+
+
+def test_a_group_is_as_old_as_the_version_with_the_fewest_updates_in_it(bank: Bank) -> None:
+    """Versions 1..3 were lost; 4 was made from 0, so it is one update old, younger by id and older than 3."""
+    for version in (1, 2, 3):
+        bank.record_version(version, version - 1)
+    bank.record_version(4, 0)
+    assert [version.updates for version in bank.versions()] == [0, 1, 2, 3, 1]
+    assert [version.version for version in bank.versions(above=2)] == [3, 4]
+    collect_group(bank, "lost", version=3)
+    collect_group(bank, "made after it", version=4)
+    assert ids(bank.take_batch(0, 1, 2, min_updates=2)) == ["lost.0", "lost.1"]
+    assert bank.counts()[State.STALE] == 2
+
+
+def test_two_resumes_in_a_row_lose_nothing_that_is_within_the_bound(bank: Bank) -> None:
+    """Killed twice at version 6 with a checkpoint of 2: what waited of 5 and 6 is trained after the repeated steps."""
+    for step in range(6):
+        collect_group(bank, f"g{step}", version=step)
+        _train(bank, step)
+    collect_group(bank, "w5", version=5)
+    collect_group(bank, "w6", version=6)
+    for _ in range(2):
+        bank.rollback_uncommitted(1)
+        bank.set_current_version(2)
+        for step in range(2, 6):
+            _train(bank, step)
+    assert _train(bank, 6) == ["w5.0", "w5.1"]
+    assert _train(bank, 7) == ["w6.0", "w6.1"]
+
+
+def test_after_repeated_steps_without_an_update_the_bound_holds(bank: Bank) -> None:
+    """The last repeated step makes no version, so the engines get that of the step before: it grows old like any."""
+    for step in range(3):
+        collect_group(bank, f"g{step}", version=step)
+        _train(bank, step)
+    bank.rollback_uncommitted(-1)
+    bank.set_current_version(0)
+    _train(bank, 0)
+    _train(bank, 1)  # version 5, two updates
+    assert bank.take_batch(2, 1, 2, 0) is not None
+    bank.commit_step(2, 5, 5)
+    collect_group(bank, "of 5", version=5)
+    for version in (6, 7, 8):
+        bank.record_version(version, version - 1)
+    assert _train(bank, 3) is None and bank.counts()[State.STALE] == 2
+
+
+def _train(bank: Bank, step: int, bound: int = 2) -> list[str] | None:
+    """One step as the trainer makes it."""
+    updates = {version.version: version.updates for version in bank.versions()}
+    parent = bank.current_version()
+    batch = bank.take_batch(step, 1, 2, updates[parent] - bound)
+    if batch is None:
+        return None
+    made = bank.next_version()
+    bank.record_version(made, parent, step)
+    bank.commit_step(step, parent, made)
+    return [t.trajectory_id for t in batch]
+
+
+# ---------------------------------------------------------------- the order of start
+
+
+def test_a_group_waits_for_older_ones_where_it_may_not_overtake_them(bank: Bank) -> None:
+    bank.start_trajectories([running("slow.0", "slow"), running("slower.0", "slower")])
+    collect_group(bank, "quick")
+    assert bank.take_batch(0, 1, 2, 0, overtaking=1) is None
+    bank.close_group("slow", keep=False)
+    assert ids(bank.take_batch(0, 1, 2, 0, overtaking=1)) == ["quick.0", "quick.1"]
+
+
+def test_a_trajectory_whose_version_went_back_is_found_by_its_last_one(bank: Bank) -> None:
+    bank.record_version(1, 0)
+    back = running("back", "b")
+    bank.start_trajectory(back)
+    back.append_action([4, 5], [-0.5, -0.5], [VersionSpan(1, 0, 1), VersionSpan(0, 1, 2)])
+    bank.checkpoint_trajectory(back)
+    assert [t.trajectory_id for t in bank.list_sampled_by(0)] == ["back"]
+    assert bank.list_sampled_by(1) == []

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import WRITE_DOWN, WRITTEN_DOWN
-from megatron_async.config.schema import BatchConfig
+from megatron_async.config.schema import BatchConfig, RolloutConfig
 from megatron_async.trajectory import Trajectory, VersionSpan
 from tests.bank_support import collect, collect_group, running, states
 
@@ -31,8 +31,8 @@ def bank(url: str) -> Iterator[Bank]:
         yield bank
 
 
-def waiting(bank: Bank, known: tuple[str, ...] = (), min_version: int = 0, tokens: int = 1000) -> list[str]:
-    return [t.trajectory_id for t in bank.list_waiting(known, min_version, tokens)]
+def waiting(bank: Bank, known: tuple[str, ...] = (), min_updates: int = 0, tokens: int = 1000) -> list[str]:
+    return [t.trajectory_id for t in bank.list_waiting(known, min_updates, tokens)]
 
 
 def test_finished_members_are_seen_before_their_group_is_complete(bank: Bank, url: str) -> None:
@@ -51,7 +51,7 @@ def test_what_was_taken_or_is_too_old_is_not_seen(bank: Bank) -> None:
         bank.record_version(version, version - 1)
     collect(bank, "b.0", "b", version=1)
     collect(bank, "c.0", "c", version=2)
-    assert waiting(bank, min_version=2) == ["c.0"]
+    assert waiting(bank, min_updates=2) == ["c.0"]
     assert waiting(bank) == ["b.0", "c.0"]
 
 
@@ -72,7 +72,7 @@ def feed_over(bank: Bank, on_wait: Callable[[str], None]) -> Any:
     from megatron_async.training.batch import BatchFeed
 
     config = SimpleNamespace(
-        rollout=SimpleNamespace(max_staleness=0, poll_s=0.0),
+        rollout=RolloutConfig(max_staleness=0, poll_s=0.0),
         batch=BatchConfig(groups=1, group_size=2),
         trainer=SimpleNamespace(deadline_s=30.0, micro_batch_tokens=2 * PER_TRAJECTORY),
         layout=SimpleNamespace(data_parallel_size=1, context_parallel_size=1),
@@ -94,6 +94,18 @@ def test_the_feed_offers_each_waiting_trajectory_once_until_the_batch_is_complet
     batch = feed_over(bank, lambda what: None).take(0, 0, work)
     assert offered == [["a.0", "b.0"], ["c.0"]]
     assert [t.trajectory_id for t in batch] == ["b.0", "b.1"]
+
+
+def test_the_feed_forgets_what_went_stale(bank: Bank) -> None:
+    bank.record_version(1, 0)
+    collect_group(bank, "old", version=0)
+
+    feed = feed_over(bank, lambda what: None)
+    feed._offered = {"old.0", "old.1"}  # offered while an earlier batch was waited for
+    collect_group(bank, "new", version=1)
+    batch = feed.take(0, 1)
+    assert [t.trajectory_id for t in batch] == ["new.0", "new.1"]
+    assert feed._offered == set()
 
 
 def test_without_idle_work_the_feed_only_waits(bank: Bank) -> None:

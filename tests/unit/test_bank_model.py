@@ -68,7 +68,12 @@ class BankMachine(RuleBasedStateMachine):
         self.groups: dict[str, Group] = {}
         self.steps: dict[int, tuple[str, list[str]]] = {}  # state, batch in order
         self.filtered: Counter[int] = Counter()  # groups by step
-        self.newest = self.made = 0
+        self.updates = [0]  # by version id
+        self.made = 0
+
+    @property
+    def newest(self) -> int:
+        return len(self.updates) - 1
 
     def teardown(self) -> None:
         if hasattr(self, "bank"):
@@ -144,19 +149,26 @@ class BankMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ training
 
-    @rule(wanted=st.integers(1, 2), bound=st.integers(0, 3), most=st.sampled_from([0, 0, 1, 3]))
-    def take(self, wanted: int, bound: int, most: int) -> None:
+    @rule(
+        wanted=st.integers(1, 2),
+        bound=st.integers(0, 3),
+        most=st.sampled_from([0, 0, 1, 3]),
+        overtaking=st.sampled_from([None, None, 0, 1]),
+    )
+    def take(self, wanted: int, bound: int, most: int, overtaking: int | None = None) -> None:
         step = self._next_step()
-        min_version = max(0, self.newest - bound)
-        batch = self.bank.take_batch(step, wanted, SIZE, min_version, max_filtered=most)
-        expected = self._expected_batch(step, wanted, min_version, most)
+        min_updates = self.updates[-1] - bound
+        batch = self.bank.take_batch(step, wanted, SIZE, min_updates, most, overtaking)
+        expected = self._expected_batch(step, wanted, min_updates, most, overtaking)
         assert (None if batch is None else [t.trajectory_id for t in batch]) == expected
         assert self.bank.filtered(step).groups == self.filtered[step]
 
-    @rule()
-    def record_version(self) -> None:
-        self.bank.record_version(self.newest + 1, parent=self.newest)
-        self.newest += 1
+    @rule(lost=st.sampled_from([0, 0, 0, 1, 2]))
+    def record_version(self, lost: int) -> None:
+        """lost: versions that a resume has left behind."""
+        parent = max(0, self.newest - lost)
+        self.bank.record_version(self.newest + 1, parent)
+        self.updates.append(self.updates[parent] + 1)
 
     @rule()
     def commit(self) -> None:
@@ -197,9 +209,18 @@ class BankMachine(RuleBasedStateMachine):
         redo = [step for step, (state, _) in self.steps.items() if state == "redo"]
         return min(redo) if redo else len(self.steps)
 
-    def _filter(self, step: int, wanted: int, most: int) -> None:
+    def _oldest(self, wanted: int, overtaking: int | None) -> list[Group]:
+        """Complete groups by age, up to the one that would overtake too many."""
+        found, behind = [], 0
+        for group in self.groups.values():
+            if group.complete and (overtaking is None or behind <= overtaking):
+                found.append(group)
+            behind += not group.complete and not group.done
+        return found[:wanted]
+
+    def _filter(self, step: int, wanted: int, most: int, overtaking: int | None) -> None:
         while self.filtered[step] < most:
-            oldest = [group for group in self.groups.values() if group.complete][:wanted]
+            oldest = self._oldest(wanted, overtaking)
             equal = [group for group in oldest if group.equal][: most - self.filtered[step]]
             if not equal:
                 return
@@ -210,18 +231,20 @@ class BankMachine(RuleBasedStateMachine):
             self.filtered[step] += len(equal)
             self.reached["filtered"] += len(equal)
 
-    def _expected_batch(self, step: int, wanted: int, min_version: int, most: int) -> list[str] | None:
+    def _expected_batch(
+        self, step: int, wanted: int, min_updates: int, most: int, overtaking: int | None
+    ) -> list[str] | None:
         if step in self.steps:
             self._set_step(step, "retaken", "reserved")
             return self.steps[step][1]
         for group in self.groups.values():
-            if group.complete and min(m.version for m in group.having("finished")) < min_version:
+            if group.complete and self._least(group) < min_updates:
                 for member in group.having("finished"):
                     member.state = "stale"
                     self.reached["stale"] += 1
                 group.done = True
-        self._filter(step, wanted, most)
-        chosen = [group for group in self.groups.values() if group.complete][:wanted]
+        self._filter(step, wanted, most, overtaking)
+        chosen = self._oldest(wanted, overtaking)
         if len(chosen) < wanted:
             return None
         names = []
@@ -234,6 +257,9 @@ class BankMachine(RuleBasedStateMachine):
             group.done = True
         self.steps[step] = ("reserved", names)
         return names
+
+    def _least(self, group: Group) -> int:
+        return min(self.updates[member.version] for member in group.having("finished"))
 
     def _set_step(self, step: int, state: str, member_state: str) -> None:
         self.steps[step] = (state, self.steps[step][1])

@@ -81,20 +81,6 @@ def test_gaps_count_updates_not_ids() -> None:
     assert line.gaps(2, versions).tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
 
 
-def test_what_waited_at_a_kill_stays_within_the_bound() -> None:
-    """Killed at version 5 with a checkpoint of 2; 6..8 repeat the lost steps unsampled, 9 is published and sampled."""
-    line = Lineage([(0, None), (1, 0), (2, 1), (3, 2), (4, 3), (5, 4)])
-    for version, parent in ((6, 2), (7, 6), (8, 7)):
-        line.add(version, parent, sampled=version == 8)
-    assert line.oldest_within(8, 2) == 3
-    line.add(9, 8)
-    assert line.oldest_within(9, 2) == 4
-    for version in range(10, 14):
-        line.add(version, version - 1)
-    # Version 8 was sampled and is too old by now, so no lower id may pass.
-    assert line.oldest_within(13, 2) == 11
-
-
 @pytest.mark.parametrize("gap", [0, 1, 5])
 def test_without_a_resume_the_bound_is_a_difference_of_ids(gap: int) -> None:
     line = Lineage()
