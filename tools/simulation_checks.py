@@ -140,7 +140,7 @@ def staleness(group_size: int, update: float, window: int) -> tuple[float, float
     workload = Workload((tuple(Episode((Turn(0, int(n)),)) for n in lengths),))
     policy = RolloutPolicy(
         bound=10**6, concurrency=CONCURRENCY, groups=BATCH // group_size, group_size=group_size,
-        admission="window" if window else "drop", window=window,
+        admission="queue" if window else "drop", queue=window,
     )  # fmt: skip
     scenario = Scenario(
         workload, EngineModel(step_base=TOKEN_S), TrainerModel(update_fixed=update), rollout=policy

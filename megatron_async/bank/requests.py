@@ -22,7 +22,8 @@ WRITTEN_DOWN = "rollout/written_down"
 """The value of `WRITE_DOWN` that the rollout has answered."""
 
 OLDEST = "rollout/oldest/{}"
-"""Where admission counts from for the groups that the rollout process of a number plays; empty while there is none."""
+"""Where admission counts from, in updates, for the groups that the rollout process of a number plays; empty while there
+is none."""
 
 DRAIN = "engines/drain"
 """Names (`roster.Engine.name`) of the engines that the trainer wants to fall idle, separated by blanks."""

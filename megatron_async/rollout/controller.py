@@ -1,8 +1,8 @@
 """The rollout process: decides what is played, plays it, and hands it to the bank.
 
 Invariants
-- A group is started only when `StalenessAdmission` has room for all its members; running and waiting trajectories,
-  those of the step in progress included, are counted.
+- A group is started only when `Admission` has room for all its members; running and waiting trajectories, those of the
+  step in progress included, are counted. Versions are compared by updates along their lineage.
 - At most `rollout.concurrency` episodes run; members of an admitted group wait for their turn.
 - Every group that was started completes, or is kept without members that failed too often (`rollout.partial_groups`),
   or is given up and counted; its room is free again in any case. Nothing that happens to one group stops another.
@@ -36,7 +36,7 @@ from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.observe import StatusWriter, Timeline
 from megatron_async.rollout import collecting_garbage
-from megatron_async.rollout.admission import StalenessAdmission
+from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.rollout.agent_loop import Chat, EpisodeProgress, ReplayDiverged, run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
@@ -78,16 +78,21 @@ class _MemberFailed(Exception):
 
 @dataclass(slots=True)
 class _Group:
-    """A group in play. start_version: oldest version that may have sampled one of its tokens. failures: why members
-    were given up while the others went on."""
+    """A group in play. version: the engines' when it was started. oldest: updates behind the oldest version that may
+    have sampled one of its tokens. size: members that are played here. surplus: why it is dropped, when it is.
+    failures: why members were given up while the others went on."""
 
     group_id: str
     task: Task
-    start_version: int
+    version: int
+    oldest: int
     size: int
     started: float
+    surplus: str = ""
+    task_to_cancel: asyncio.Task[None] | None = None
     playing: set[str] = field(default_factory=set)
     finished_lengths: list[int] = field(default_factory=list)
+    cut_lengths: list[int] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
@@ -118,17 +123,18 @@ class RolloutController:
         self.counters = RolloutCounters()
         self.lag = LoopLag()
         self._pool = pool
-        self._engines = EngineVersions(pool)
         self._source = task_source
         self._chat = chat
         self._clock = clock
         self._status = status
         self._timeline = timeline
         self._ledger = Ledger(bank, config.rollout.process)
+        self._engines = EngineVersions(pool, self._ledger.lineage.updates)
         self._prompts = PromptStream(task_source, config.seed)
         self._limits = EpisodeLimits.from_config(config)
         self._sampling = training_sampling(config.rollout)
-        self._admission: StalenessAdmission | None = None
+        self._admission = _admission(config)
+        self._before: tuple[int, InPlay] | None = None  # trajectories taken until the last look, and what was in play
         self._cursor = 0
         self._most = 0  # trajectories that may run and wait in the bank, by the last look
         self._settled = (0, 0, 0)
@@ -147,7 +153,7 @@ class RolloutController:
         self._news = asyncio.Event()
         self._waiting_for = "the bank"
         self._stop_reason = ""
-        self._written_down = False
+        self._finished = False
         self._last_event = self._last_success = clock()
 
     def stop(self, reason: str) -> None:
@@ -182,10 +188,13 @@ class RolloutController:
         return self.counters
 
     async def _leave(self) -> None:
-        """Nothing that this process started, and nobody will go on with, stays marked as running."""
+        """Nothing that this process started, and nobody will go on with, stays marked as running.
+
+        What was written down, the next rollout goes on with, however this one ends.
+        """
         left = [member for group in self._groups.values() for member in group.playing]
         self._groups.clear()
-        if left and not self._written_down:
+        if left and (self._finished or self.config.rollout.flush_s == 0):
             await self._ledger.abandon(left, self._stop_reason or "the rollout ended")
         self._report("finished")
         self._ledger.close()
@@ -206,14 +215,21 @@ class RolloutController:
     async def _recover(self, parts: asyncio.TaskGroup) -> None:
         """Go on with the groups that an earlier rollout left open, once the engines have said their version."""
         self._cursor, open_groups, partial = await self._ledger.recover()
-        while (sampling := await self._engines.refresh((await self._look()).version)) is None:
+        while await self._engines.refresh((await self._look()).version) is None:
             self._waiting_for = f"the engines: {self._engines.problem}"
             await self._until_news()
-        cut = CutEpisodes(partial, self._source, self._version - self.config.rollout.max_staleness)
+        line = self._ledger.lineage
+        least = line.updates(self._version) - self.config.rollout.max_staleness
+        cut = CutEpisodes(partial, self._source, line.updates, least)
         for left in open_groups:
             missing = self.config.batch.group_size - left.waiting
-            if missing > 0 and not left.closed:
-                await self._resume_group(parts, left, missing, min(sampling, self._version), cut)
+            if missing <= 0 or left.closed:
+                continue
+            if left.min_updates is not None and left.min_updates < least:
+                reason = f"stale: a member that waits is more than {self.config.rollout.max_staleness} updates old"
+                await self._ledger.give_up(left.group_id, cut.claim(left.group_id, 0)[1], reason)
+            else:
+                await self._resume_group(parts, left, missing, cut)
         await self._ledger.abandon(cut.unclaimed(), "the rollout that played it ended")
 
     async def _look(self) -> BankView:
@@ -227,7 +243,7 @@ class RolloutController:
         self._unseen -= settled
         if self._stop_reason and not view.finished and self.config.rollout.flush_s > 0:
             await self._streaming.flush()
-            self._written_down = True
+        self._finished = view.finished
         if view.finished or self._stop_reason:
             raise _Stopped
         if view.version != self._version:
@@ -241,47 +257,68 @@ class RolloutController:
             self.counters.settle(await self._ledger.states_of(self.counters.waiting()))
 
     async def _room(self, view: BankView) -> int:
-        """Whole groups that may start now, under the staleness bound and the bound on concurrency."""
-        rollout, size = self.config.rollout, self.config.batch.group_size
+        """Whole groups that may start now, by the mode of admission and the bound on concurrency."""
+        concurrency = self.config.rollout.concurrency
         await self._engines.refresh(view.version)
-        sampling = self._sampling_version()
-        admission = self._admission_from(sampling)
-        oldest = min((v for v in (self._oldest(), view.oldest) if v is not None), default=None)
-        accepted = admission.consumed(view.version) + view.waiting
-        running = max(self._unfinished, view.running)
-        free = admission.groups(sampling, accepted, running, size, oldest)
-        self._most += free * size
-        playing = self._unfinished - self._unseen
-        slots = math.ceil((rollout.concurrency - playing) / size)
+        now = self._in_play(view)
+        self._drop_surplus(view)
+        self._before = view.taken, now
+        free = self._admission.room(now)
+        self._most += free * self.config.batch.group_size
+        slots = math.ceil((concurrency - self._unfinished + self._unseen) / self.config.batch.group_size)
         if free == 0:
-            self._waiting_for = self._why_no_room(view, sampling, running, oldest)
+            self._waiting_for = self._why_no_room(view, now)
         else:
-            self._waiting_for = (
-                "" if slots > 0 else f"a free place (rollout.concurrency={rollout.concurrency})"
-            )
+            self._waiting_for = "" if slots > 0 else f"a free place (rollout.concurrency={concurrency})"
         return max(0, min(free, slots))
 
     def _oldest(self) -> int | None:
-        """What admission counts from for the groups that this process plays."""
-        return min((group.start_version for group in self._groups.values()), default=None)
+        """What admission counts from for the groups that this process plays, in updates."""
+        return min((group.oldest for group in self._groups.values()), default=None)
+
+    def _in_play(self, view: BankView) -> InPlay:
+        line = self._ledger.lineage
+        trainer, sampling = line.updates(view.version), self._sampling_updates()
+        for group in self._groups.values():  # when versions go back, its tokens to come are older than those it has
+            group.oldest = min(group.oldest, sampling)
+        oldest = min((updates for updates in (self._oldest(), view.oldest) if updates is not None), default=None)
+        return InPlay(trainer, sampling, view.waiting, max(self._unfinished, view.running), oldest)
+
+    def _drop_surplus(self, view: BankView) -> None:
+        """With over-sampling: once a batch was taken, the slowest groups of what was started for it are not wanted."""
+        if self._before is None:
+            return
+        taken, before = self._before
+        batches = (view.taken - taken) // self.config.batch.trajectories
+        playing = [group for group in self._groups.values() if group.task_to_cancel and not group.surplus]
+        left = sum(group.size - len(group.finished_lengths) for group in playing)
+        count = self._admission.surplus(before, batches, view.waiting - view.reserved, left)
+        for group in sorted(playing, key=lambda group: group.group_id)[:count]:
+            assert group.task_to_cancel is not None
+            group.surplus = "over-sampling: among the slowest when a batch was full"
+            live = [self._playing[name].trajectory for name in group.playing if name in self._playing]
+            group.cut_lengths = [trajectory.num_action_tokens for trajectory in live]
+            group.task_to_cancel.cancel()
 
     def _sampling_version(self) -> int:
         """The version that tokens sampled from now on have at least."""
         assert self._engines.version is not None
         return min(self._engines.version, self._version)
 
-    def _admission_from(self, version: int) -> StalenessAdmission:
-        """The admission rule; it starts afresh when versions go back because the run was resumed from a checkpoint."""
-        if self._admission is None or version < self._admission.start_version:
-            bound, batch = self.config.rollout.max_staleness, self.config.batch.trajectories
-            self._admission = StalenessAdmission(bound, batch, version, self.config.publish.every)
-        return self._admission
+    def _sampling_updates(self) -> int:
+        """Updates behind the oldest version that an engine samples with."""
+        assert self._engines.version is not None
+        line = self._ledger.lineage
+        return min(line.updates(self._engines.version), line.updates(self._version))
 
-    def _why_no_room(self, view: BankView, sampling: int, running: int, oldest: int | None) -> str:
-        held = f", the oldest of them since {oldest}" if oldest is not None and oldest < sampling else ""
+    def _why_no_room(self, view: BankView, now: InPlay) -> str:
+        held = ""
+        if now.oldest_running is not None and now.oldest_running < now.sampling:
+            held = f", the oldest of them {now.sampling - now.oldest_running} updates behind the engines"
+        rollout = self.config.rollout
         return (
-            f"the trainer: {view.waiting} trajectories wait and {running} run at version {view.version}"
-            f"{held} (rollout.max_staleness={self.config.rollout.max_staleness})"
+            f"the trainer: {view.waiting} trajectories wait and {now.running} run at version {view.version}{held} "
+            f"(rollout.admission={rollout.admission}, rollout.max_staleness={rollout.max_staleness})"
         )
 
     async def _until_news(self) -> None:
@@ -302,7 +339,7 @@ class RolloutController:
         size, opened = self.config.batch.group_size, []
         for cursor in range(self._cursor, self._cursor + count):
             name = group_id(cursor, self.config.rollout.process)
-            group = self._new_group(name, self._prompts.task(cursor), self._sampling_version(), size)
+            group = self._new_group(name, self._prompts.task(cursor), self._sampling_updates(), size)
             opened.append((group, [self._new_trajectory(group) for _ in range(size)]))
         place = Place(CURSOR, self._cursor, self._cursor + count, self._most)
         oldest = self._oldest()
@@ -315,15 +352,19 @@ class RolloutController:
                 self._unfinished -= size
             return False
         for group, members in opened:
-            parts.create_task(self._play_group(group, members), name=group.group_id)
+            self._begin(parts, group, members)
         return True
 
+    def _begin(self, parts: asyncio.TaskGroup, group: _Group, members: list[Trajectory]) -> None:
+        group.task_to_cancel = parts.create_task(self._play_group(group, members), name=group.group_id)
+
     async def _resume_group(
-        self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, version: int, cut: CutEpisodes
+        self, parts: asyncio.TaskGroup, left: OpenGroup, missing: int, cut: CutEpisodes
     ) -> None:
         """Play what is missing of a group: members that were cut go on where they can, those that finished are kept."""
         going_on, lost = cut.claim(left.group_id, missing)
-        oldest = min([version, *(m.min_version for m in going_on if m.min_version is not None)])
+        held = [cut.oldest(member) for member in going_on] + [left.min_updates]
+        oldest = min([self._sampling_updates(), *(updates for updates in held if updates is not None)])
         group = self._new_group(left.group_id, Task(left.prompt_id, left.task), oldest, missing)
         replaced = [*lost, *([None] * missing)][: missing - len(going_on)]
         anew = [self._new_trajectory(group, instead=name) for name in replaced]
@@ -336,7 +377,7 @@ class RolloutController:
             left.group_id, left.waiting, len(going_on), len(anew),
         )  # fmt: skip
         await self._ledger.start(anew)
-        parts.create_task(self._play_group(group, [*going_on, *anew]), name=group.group_id)
+        self._begin(parts, group, [*going_on, *anew])
 
     async def _begin_anew(self, group: _Group, cut: Trajectory, reason: str) -> Trajectory:
         """Another trajectory in the place of one that could not go on."""
@@ -348,8 +389,8 @@ class RolloutController:
         await self._ledger.start([trajectory])
         return trajectory
 
-    def _new_group(self, name: str, task: Task, version: int, size: int) -> _Group:
-        group = _Group(name, task, version, size, time.time())
+    def _new_group(self, name: str, task: Task, oldest: int, size: int) -> _Group:
+        group = _Group(name, task, self._sampling_version(), oldest, size, time.time())
         self._groups[name] = group
         self._unfinished += size
         return group
@@ -365,6 +406,16 @@ class RolloutController:
 
     async def _play_group(self, group: _Group, members: list[Trajectory]) -> None:
         try:
+            await self._play_members(group, members)
+        except asyncio.CancelledError:
+            if not group.surplus:
+                raise
+            await self._drop(group)
+        del self._groups[group.group_id]
+        self._news.set()
+
+    async def _play_members(self, group: _Group, members: list[Trajectory]) -> None:
+        try:
             async with asyncio.TaskGroup() as tasks:
                 for trajectory in members:
                     tasks.create_task(self._play_member(group, trajectory), name=trajectory.trajectory_id)
@@ -373,12 +424,19 @@ class RolloutController:
         else:
             if not group.failures or await self._keep_part(group):
                 self.counters.groups_finished += 1
-                self._record("group", group.start_version, group.started)
-        del self._groups[group.group_id]
-        self._news.set()
+                self._record("group", group.version, group.started)
+
+    async def _drop(self, group: _Group) -> None:
+        """After its task was cancelled as surplus."""
+        logger.info("group %s is dropped: %s", group.group_id, group.surplus)
+        await self._ledger.give_up(group.group_id, sorted(group.playing), group.surplus)
+        self.counters.record_dropped(group.finished_lengths, group.cut_lengths)
+        self.counters.forget(group.group_id)
+        self._unseen += group.size - len(group.finished_lengths)
 
     async def _keep_part(self, group: _Group) -> bool:
         """Have a group trained without the members that were given up; False when too few are left, and it is too."""
+        group.task_to_cancel = None
         estimator = ADVANTAGES[self.config.advantage.name]
         fewest = min(2, self.config.batch.group_size) if estimator.needs_group else 1
         reason = group.failures[0]
@@ -392,6 +450,7 @@ class RolloutController:
 
     async def _give_up(self, group: _Group, reason: str) -> None:
         logger.warning("group %s is given up: %s", group.group_id, reason)
+        group.task_to_cancel = None
         await self._ledger.give_up(group.group_id, sorted(group.playing), reason)
         self.counters.record_abandoned(group.finished_lengths)
         self.counters.forget(group.group_id)
@@ -411,7 +470,8 @@ class RolloutController:
                 await self._play(group.task, trajectory)
             state = await self._ledger.finish(trajectory)
             group.playing.discard(trajectory.trajectory_id)
-            self.counters.record(trajectory, self._version)
+            gaps = self._ledger.lineage.gaps(self._version, trajectory.versions[trajectory.loss_mask])
+            self.counters.record(trajectory, gaps)
             self._last_event = self._clock()
             if state is not State.FAILED:
                 group.finished_lengths.append(trajectory.num_action_tokens)
@@ -442,7 +502,7 @@ class RolloutController:
     async def _play(self, task: Task, trajectory: Trajectory) -> None:
         async with self._slots:
             origin = self._origins.pop(trajectory.trajectory_id, {})
-            progress = EpisodeProgress(floor=self._sampling_version(), origin=origin)
+            progress = EpisodeProgress(floor=self._sampling_version(), lost=self._lost, origin=origin)
             running = Running(progress, self._clock())
             started = time.time()
             self._live[trajectory.trajectory_id] = running
@@ -461,6 +521,9 @@ class RolloutController:
                 del self._live[trajectory.trajectory_id]
                 del self._playing[trajectory.trajectory_id]
                 self._record("episode", self._version, started)
+
+    def _lost(self, version: int) -> bool:
+        return self._ledger.lineage.lost(version, self._version)
 
     def _count_tokens(self, count: int) -> None:
         self.counters.add_tokens(count)
@@ -514,6 +577,18 @@ class RolloutController:
     def _record(self, stage: str, version: int, started: float) -> None:
         if self._timeline is not None:
             self._timeline.record(stage, version, started, time.time())
+
+
+def _admission(config: RunConfig) -> Admission:
+    rollout, batch = config.rollout, config.batch
+    return Admission(
+        bound=rollout.max_staleness,
+        groups=batch.groups,
+        group_size=batch.group_size,
+        publish_every=config.publish.every,
+        mode=rollout.admission,
+        over_sampling=rollout.over_sampling,
+    )
 
 
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:

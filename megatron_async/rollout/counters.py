@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_async.bank import State
 from megatron_async.rollout.admission import LengthBias
@@ -31,9 +32,9 @@ class RolloutCounters:
     finished: trajectories with status ok or truncated. failed: the others, by kind (the episode's `ending`).
     retried: attempts made again. continued, restarted: episodes that a killed rollout left under way, and that went on
     where they were or began anew. groups_finished: groups that may be trained; groups_partial: those of them that lack
-    members. groups_abandoned: groups given up because a member failed too often. consecutive_abandoned: since a
-    trajectory last finished. generated_tokens: tokens sampled, those of failed attempts included. lengths: kept and
-    dropped lengths.
+    members. groups_abandoned: groups given up because a member failed too often; groups_dropped: as the slowest, with
+    over-sampling. consecutive_abandoned: since a trajectory last finished. generated_tokens: tokens sampled, those of
+    failed attempts included. lengths: kept and dropped lengths.
     """
 
     finished: int = 0
@@ -44,6 +45,7 @@ class RolloutCounters:
     groups_finished: int = 0
     groups_partial: int = 0
     groups_abandoned: int = 0
+    groups_dropped: int = 0
     consecutive_abandoned: int = 0
     generated_tokens: int = 0
     last_failure: str = ""
@@ -55,15 +57,14 @@ class RolloutCounters:
     def add_tokens(self, count: int) -> None:
         self.generated_tokens += count
 
-    def record(self, trajectory: Trajectory, version: int) -> None:
-        """Count a finished attempt; `version` is the policy version at this moment."""
+    def record(self, trajectory: Trajectory, gaps: NDArray[np.int64]) -> None:
+        """Count a finished attempt; gaps: updates between its action tokens' versions and the policy's, [actions]."""
         length = trajectory.num_action_tokens
         if trajectory.status.trainable:
             self.finished += 1
             self.consecutive_abandoned = 0
             self.lengths.keep(length)
             self._waiting.setdefault(trajectory.group_id, {})[trajectory.trajectory_id] = length
-            gaps = version - trajectory.versions[trajectory.loss_mask]
             if len(gaps):
                 self._gaps.append((float(gaps.mean()), int(gaps.max())))
         else:
@@ -75,6 +76,16 @@ class RolloutCounters:
         """Count a group given up; finished_lengths: action tokens of the members that had finished."""
         self.groups_abandoned += 1
         self.consecutive_abandoned += 1
+        self._take_back(finished_lengths)
+
+    def record_dropped(self, finished_lengths: Iterable[int], cut_lengths: Iterable[int]) -> None:
+        """Count a group dropped as surplus; cut_lengths: of the members that still ran, as far as they got."""
+        self.groups_dropped += 1
+        self._take_back(finished_lengths)
+        for length in cut_lengths:
+            self.lengths.drop(length)
+
+    def _take_back(self, finished_lengths: Iterable[int]) -> None:
         for length in finished_lengths:
             self.lengths.take_back(length)
 
@@ -105,7 +116,7 @@ class RolloutCounters:
         return (after - before) / (end - start) if end > start else 0.0
 
     def as_dict(self, now: float) -> dict[str, float]:
-        """Flat numbers for the status file. Staleness is that of recently finished trajectories, in versions."""
+        """Flat numbers for the status file. Staleness is that of recently finished trajectories, in updates."""
         gaps = list(self._gaps)
         return {
             "generated_tokens": self.generated_tokens,
@@ -119,6 +130,7 @@ class RolloutCounters:
             "groups_finished": self.groups_finished,
             "groups_partial": self.groups_partial,
             "groups_abandoned": self.groups_abandoned,
+            "groups_dropped": self.groups_dropped,
             "staleness_mean": float(np.mean([mean for mean, _ in gaps])) if gaps else 0.0,
             "staleness_max": float(max((worst for _, worst in gaps), default=0)),
             **{f"length/{name}": value for name, value in self.lengths.as_dict().items()},

@@ -1,7 +1,7 @@
 """The engines of a run as the rollout sees them: their addresses, a pool of clients, and the version they sample with.
 
-Invariants: `EngineVersions.version` is never above the version that any healthy engine samples with; requests go only
-to engines that the roster calls serving.
+Invariants: `EngineVersions.version` is never newer than the version that any healthy engine samples with; requests go
+only to engines that the roster calls serving.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,10 +114,14 @@ def moe_layers(model: dict[str, Any]) -> int:
 
 
 class EngineVersions:
-    """The oldest version that the healthy engines sample with; asked again only while it is not the newest."""
+    """The oldest version that the healthy engines sample with; asked again only while it is not the newest.
 
-    def __init__(self, pool: EnginePool) -> None:
+    age: what tells old from new; updates behind a version, where ids say less.
+    """
+
+    def __init__(self, pool: EnginePool, age: Callable[[int], int] = lambda version: version) -> None:
         self._pool = pool
+        self._age = age
         self.version: int | None = None
         self.problem = ""
 
@@ -134,6 +138,6 @@ class EngineVersions:
         silent = [self._pool.failures.get(url, url) for url in asked if url not in answers]
         self.problem = "; ".join(silent) if asked else "no engine is healthy"
         if answers and not silent:
-            self.version = min(answers.values())
+            self.version = min(answers.values(), key=self._age)
             self._pool.required_version = self.version
         return self.version

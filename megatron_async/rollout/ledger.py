@@ -20,11 +20,12 @@ from typing import TypeVar
 
 from sqlalchemy.exc import DBAPIError
 
-from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State
+from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State, Version
 from megatron_async.bank.requests import FINISHED, OLDEST, PHASE, WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.config.schema import MOST_ROLLOUTS
 from megatron_async.errors import UserError
 from megatron_async.rollout.prompts import process_of
+from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -40,18 +41,26 @@ class BankView:
     """What the bank said at one moment.
 
     version: the current policy version. running: trajectories that some rollout plays. waiting: finished and not yet
-    trained, those reserved by the step in progress included. trained, stale, filtered: totals. finished: the run is
-    over. oldest: the least of what other rollout processes hold their groups to be from, None where nobody plays.
+    trained, those reserved by the step in progress included; reserved: those. trained, stale, filtered: totals.
+    finished: the run is over. oldest: the least of what other rollout processes hold their groups to be from, in
+    updates, None where nobody plays. fresh: versions that were not known before.
     """
 
     version: int
     running: int
     waiting: int
+    reserved: int
     trained: int
     stale: int
     filtered: int
     finished: bool
     oldest: int | None = None
+    fresh: tuple[Version, ...] = ()
+
+    @property
+    def taken(self) -> int:
+        """Trajectories in batches, trained or in progress; a resume that trains recorded batches again keeps them."""
+        return self.trained + self.reserved
 
     @property
     def settled(self) -> tuple[int, int, int]:
@@ -76,6 +85,8 @@ class Ledger:
 
     def __init__(self, bank: Bank, process: int = 0) -> None:
         self._bank = bank
+        self.lineage = Lineage()
+        """Of the versions up to the last look."""
         self._process = process
         self._oldest = ""
         self._endings: deque[_Ending] = deque()
@@ -106,8 +117,13 @@ class Ledger:
         return f"rollout-{self._process}"
 
     async def look(self, oldest: int | None = None) -> BankView:
-        """What the bank says now. oldest: what this process's groups are from at least, for others to know."""
-        return await self._call(lambda: self._look("" if oldest is None else str(oldest)))
+        """What the bank says now; `lineage` then knows the version. oldest: updates behind what this process's groups
+        are from at least, for others to know."""
+        view = await self._call(lambda: self._look("" if oldest is None else str(oldest)))
+        for version in view.fresh:
+            if version.parent is not None:
+                self.lineage.add(version.version, version.parent)
+        return view
 
     def _look(self, oldest: str) -> BankView:
         if oldest != self._oldest:
@@ -117,15 +133,18 @@ class Ledger:
         told = self._bank.get_states(_OLDEST_KEYS)
         told.pop(OLDEST.format(self._process), None)
         counts = self._bank.counts()
+        version, known = self._bank.current_version(), self.lineage.newest
         return BankView(
-            version=self._bank.current_version(),
+            version=version,
             running=counts[State.RUNNING],
             waiting=counts[State.FINISHED] + counts[State.RESERVED],
+            reserved=counts[State.RESERVED],
             trained=counts[State.TRAINED],
             stale=counts[State.STALE],
             filtered=counts[State.FILTERED],
             finished=self._bank.get_state(PHASE) == FINISHED,
             oldest=min((int(value) for value in told.values() if value), default=None),
+            fresh=tuple(self._bank.versions(above=known)) if version > known else (),
         )
 
     def _check_claim(self) -> None:

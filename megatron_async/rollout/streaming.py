@@ -4,8 +4,8 @@ Invariants
 - A token is recorded early only when its version is certain. The engine held at least `floor` when it was asked, and a
   chunk's label is no older than any token in it: a chunk labelled `floor` was sampled under `floor`. From the first
   chunk with another label on, everything waits for the finished answer, whose spans say where the weights changed.
-- Early tokens are those of the finished answer: one that says otherwise is refused, and they are withdrawn. That catches
-  the token that carries the label of older weights, when a resumed trainer publishes them while it is sampled.
+- Early tokens are those of the finished answer: one that says otherwise is refused, and they are withdrawn. That
+  catches a token with the label of older weights, which a resumed trainer published while it was sampled.
 """
 
 from __future__ import annotations

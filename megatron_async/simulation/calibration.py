@@ -193,6 +193,8 @@ def _policy(config: RunConfig, recording: float) -> RolloutPolicy:
     rollout, batch = config.rollout, config.batch
     return RolloutPolicy(
         bound=rollout.max_staleness,
+        admission=rollout.admission,
+        window=rollout.window,
         concurrency=rollout.concurrency,
         groups=batch.groups,
         group_size=batch.group_size,

@@ -99,7 +99,7 @@ class _Loop:
 
     def _group_ready(self) -> None:
         """The trainer looks at the bank at intervals: on average half of one later."""
-        if self.waiting and len(self.progress.waiting) >= self.scenario.rollout.groups:
+        if self.waiting and self.players.ready >= self.scenario.rollout.groups:
             self.waiting = False
             self.clock.after(self.scenario.trainer.poll / 2, self._take)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_async.rollout.admission import StalenessAdmission
+from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.simulation.engines import Engine, Request
 from megatron_async.simulation.events import Clock
 from megatron_async.simulation.scenario import Scenario
@@ -79,9 +79,11 @@ class Players:
         self._clock, self._scenario, self._engines = clock, scenario, engines
         self._progress, self._random, self._on_group = progress, random, on_group
         rollout = scenario.rollout
-        self._admission: StalenessAdmission | None = None
-        if rollout.admission == "throttle":
-            self._admission = StalenessAdmission(rollout.bound, rollout.batch, 0, scenario.publish.every)
+        self._admission: Admission | None = None
+        if rollout.admission != "queue":  # which starts whenever there is a place
+            self._admission = Admission(
+                rollout.bound, rollout.groups, rollout.group_size, scenario.publish.every, rollout.admission
+            )
         self._open: dict[int, Group] = {}
         self._queue: deque[Play] = deque()
         self._arrived: deque[float] = deque()
@@ -106,9 +108,10 @@ class Players:
         if self._admission is None:
             return math.inf
         sampling = min(self._engines[0].version, self._progress.version)
-        accepted = self._admission.consumed(self._progress.version) + self._progress.outstanding
         oldest = min((group.start_version for group in self._open.values()), default=None)
-        return self._admission.groups(sampling, accepted, 0, self._scenario.rollout.group_size, oldest)
+        running = len(self._open) * self._scenario.rollout.group_size
+        waiting = self._progress.outstanding - running
+        return self._admission.room(InPlay(self._progress.version, sampling, waiting, running, oldest))
 
     def _prompts(self) -> float:
         return len(self._arrived) if math.isfinite(self._scenario.rollout.arrivals_per_second) else math.inf
@@ -205,21 +208,30 @@ class Players:
     def _complete(self, group: Group) -> None:
         waiting, rollout = self._progress.waiting, self._scenario.rollout
         waiting.append(group)
-        if rollout.admission != "window":  # a window is a queue: it keeps the order of completion
+        if rollout.admission != "queue":  # which keeps the order of completion
             waiting.sort(key=lambda waits: waits.position)
         else:
-            while len(waiting) * rollout.group_size > rollout.window:
+            while len(waiting) * rollout.group_size > rollout.queue:
                 self._throw_away(waiting[0])
         self._on_group()
 
+    @property
+    def ready(self) -> int:
+        """Complete groups that may be taken: in mode "window", those with few enough older ones still open."""
+        rollout, waiting = self._scenario.rollout, self._progress.waiting
+        if rollout.admission != "window" or len(self._open) <= rollout.window:
+            return len(waiting)
+        last = sorted(self._open)[rollout.window]
+        return sum(group.position < last for group in waiting)
+
     def take_batch(self) -> list[Group] | None:
-        """The oldest complete groups, none with a token older than the bound; None while fewer wait."""
+        """The oldest complete groups, none with a token older than the bound; None while fewer may be taken."""
         rollout, progress = self._scenario.rollout, self._progress
-        if rollout.admission != "window":
+        if rollout.admission != "queue":
             oldest = progress.version - rollout.bound
             for group in [group for group in progress.waiting if group.min_version < oldest]:
                 self._throw_away(group)
-        if len(progress.waiting) < rollout.groups:
+        if self.ready < rollout.groups:
             return None
         batch, progress.waiting[:] = progress.waiting[: rollout.groups], progress.waiting[rollout.groups :]
         return batch

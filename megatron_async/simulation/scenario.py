@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_async.rollout.admission import Mode
 from megatron_async.simulation.workload import Workload
 
 Source = Literal["start", "start_pass", "rollout", "ewma", "snapshot", "dedicated", "interrupt"]
@@ -87,19 +88,20 @@ class OldLogitModel:
 class RolloutPolicy:
     """Who may start, and what is thrown away.
 
-    bound: `rollout.max_staleness`. admission: "throttle" starts only what will fit under the bound (the product's);
-    "drop" starts whenever there is a place and throws away groups older than the bound when a batch is built; "window"
-    likewise, and keeps only the newest `window` finished trajectories. arrivals_per_second: prompts (groups) that
-    arrive, Poisson; infinite: always one more. poll: between two looks at the bank for a new version. recording:
-    from the end of an episode to its being in the bank. turnaround: from there to the start of what takes its place.
+    bound: `rollout.max_staleness`. admission, window: `rollout.admission`, `rollout.window`, and "queue", to compare
+    with a closed form: start whenever there is a place, keep the newest `queue` finished trajectories in the order in
+    which they ended, whatever their age. arrivals_per_second: prompts (groups) that arrive, Poisson; infinite: always
+    one more. poll: between two looks at the bank for a new version. recording: from the end of an episode to its being
+    in the bank. turnaround: from there to the start of what takes its place.
     """
 
     bound: int = 1
     concurrency: int = 32
     groups: int = 16
     group_size: int = 8
-    admission: Literal["throttle", "drop", "window"] = "throttle"
+    admission: Mode | Literal["queue"] = "throttle"
     window: int = 0
+    queue: int = 0
     arrivals_per_second: float = math.inf
     poll: float = 0.0
     recording: float = 0.0
@@ -132,11 +134,9 @@ class Scenario:
             < 1
         ):
             problems.append("groups, group_size, concurrency, engines and nodes must be at least 1")
-        if rollout.admission == "window" and rollout.window < rollout.batch:
-            problems.append(
-                f"a window of {rollout.window} trajectories never holds a batch of {rollout.batch}"
-            )
-        if rollout.admission == "throttle" and rollout.bound < self.publish.every - 1:
+        if rollout.admission == "queue" and rollout.queue < rollout.batch:
+            problems.append(f"a queue of {rollout.queue} trajectories never holds a batch of {rollout.batch}")
+        if rollout.admission not in ("drop", "queue") and rollout.bound < self.publish.every - 1:
             problems.append(
                 f"bound {rollout.bound} is too small for publishing every {self.publish.every} steps"
             )

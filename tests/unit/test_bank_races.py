@@ -49,9 +49,9 @@ def test_a_member_that_ends_while_a_batch_is_taken_is_checked_for_its_age(
         bank.finish_trajectory(end(running("a", "g"), 5))
         long_one = end(running("b", "g"), 1)
         between(monkeypatch, batches, "_mark_stale", lambda: rollout.finish_trajectory(long_one))
-        assert bank.take_batch(0, 1, 2, min_version=3) is None
+        assert bank.take_batch(0, 1, 2, min_updates=3) is None
         assert bank.counts()[State.FINISHED] == 2  # it did complete its group in between
-        assert bank.take_batch(0, 1, 2, min_version=3) is None
+        assert bank.take_batch(0, 1, 2, min_updates=3) is None
         assert bank.counts()[State.STALE] == 2
 
 
@@ -65,7 +65,7 @@ def test_a_group_that_completes_while_a_batch_is_taken_is_looked_at_for_variance
             bank.finish_trajectory(end(running(name, name.partition(".")[0]), reward=reward))
         equal = end(running("old.1", "old"), reward=1.0)
         between(monkeypatch, filtering, "_without_variance", lambda: rollout.finish_trajectory(equal))
-        batch = bank.take_batch(0, 1, 2, min_version=0, max_filtered=5)
+        batch = bank.take_batch(0, 1, 2, min_updates=0, max_filtered=5)
         assert batch is not None and {t.group_id for t in batch} == {"new"}
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_async.advantages.estimator import informative_groups
 from megatron_async.bank import Bank, Filtered, State
 from megatron_async.config.schema import BatchConfig
-from megatron_async.rollout.admission import StalenessAdmission
+from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.rollout.environments.base import Task
 from megatron_async.training.metrics import filter_metrics
 from megatron_async.trajectory import Trajectory
@@ -92,12 +92,12 @@ def test_an_endless_stream_of_equal_rewards_ends_at_the_cap_over_calls_and_resta
 def test_filtered_members_give_their_places_back(bank: Bank) -> None:
     """Field bug 34: with bound 0 nothing could start any more if filtered groups still counted."""
     collect_rewards(bank, a=(1, 1), b=(0, 1))
-    admission = StalenessAdmission(bound=0, batch=4)
+    admission = Admission(bound=0, groups=2, group_size=2)
 
     def room() -> int:
         counts = bank.counts()
         waiting = counts[State.FINISHED] + counts[State.RESERVED]
-        return admission.groups(0, admission.consumed(0) + waiting, counts[State.RUNNING], group_size=2)
+        return admission.room(InPlay(0, 0, waiting, counts[State.RUNNING]))
 
     assert room() == 0
     assert bank.take_batch(0, 2, 2, 0, max_filtered=4) is None
@@ -109,7 +109,7 @@ def test_what_is_too_old_is_stale_and_not_filtered(bank: Bank, url: str) -> None
     bank.record_version(1, 0)
     collect_rewards(bank, version=0, old=(1, 1))
     collect_rewards(bank, version=1, a=(0, 0), b=(0, 1))
-    batch = bank.take_batch(0, 1, 2, min_version=1, max_filtered=5)
+    batch = bank.take_batch(0, 1, 2, min_updates=1, max_filtered=5)
     assert groups_of(batch) == ["b"]
     assert min(int(t.min_version or 0) for t in batch or []) == 1
     assert Counter(states(url).values()) == {"stale": 2, "filtered": 2, "reserved": 2}
@@ -124,7 +124,7 @@ def test_a_resume_takes_the_same_batch_and_nothing_filtered_comes_back(bank: Ban
     bank.record_version(1, 0, 0)
     bank.commit_step(0, 0, 1)
     bank.rollback_uncommitted(checkpoint_step=-1)  # a checkpoint from before the step
-    assert bank.take_batch(0, 1, 2, min_version=1, max_filtered=0) == first
+    assert bank.take_batch(0, 1, 2, min_updates=1, max_filtered=0) == first
     assert {name for name, state in states(url).items() if state == "filtered"} == {"a.0", "a.1"}
     assert bank.filtered(0).groups == 1  # so that the step's metrics say the same again
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_async.bank import Bank, State
-from megatron_async.rollout.admission import StalenessAdmission
+from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.trajectory import Status, Trajectory, VersionSpan
 from tests.bank_support import running
 
@@ -27,7 +27,7 @@ class Simulation:
 
     def __init__(self, bank: Bank, lengths: np.ndarray, throttle: bool) -> None:
         self.bank, self.lengths, self.throttle = bank, lengths, throttle
-        self.admission = StalenessAdmission(BOUND, GROUPS * SIZE)
+        self.admission = Admission(BOUND, GROUPS, SIZE)
         self.now = self.version = self.step = self.started = 0
         self.training = False
         self.events: list[tuple[int, int, int]] = []  # when, group (-1: the trainer), member
@@ -52,9 +52,9 @@ class Simulation:
         if not self.throttle:
             return UNTHROTTLED - len(self.members)
         counts = self.bank.counts()
-        accepted = self.admission.consumed(self.version) + counts[State.FINISHED] + counts[State.RESERVED]
+        waiting = counts[State.FINISHED] + counts[State.RESERVED]
         oldest = min((self.since[group] for group in self.members), default=None)
-        return self.admission.groups(self.version, accepted, counts[State.RUNNING], SIZE, oldest)
+        return self.admission.room(InPlay(self.version, self.version, waiting, counts[State.RUNNING], oldest))
 
     def _start(self) -> None:
         for _ in range(min(self._room(), len(self.lengths) - self.started)):

@@ -18,8 +18,10 @@ from megatron_async.config.schema import BatchConfig, ModelConfig, PublishConfig
 from megatron_async.observe import StatusWriter, Timeline, read_status, read_timeline
 from megatron_async.rollout.controller import RolloutController, RolloutFailure
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
+from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Status, Trajectory
 from sglang_bridge import EnginePool
+from tests.bank_support import end, running, states
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.scripted_rollout import PlainChat, ScriptedEnvironment, ScriptedSource
 
@@ -57,19 +59,25 @@ class Trainer:
         self.batches: list[list[Trajectory]] = []
         self.gaps: list[int] = []
 
+    @property
+    def line(self) -> Lineage:
+        return Lineage((version.version, version.parent) for version in self.bank.versions())
+
     async def train(self, steps: int, seconds: float = 0.0, update: bool = True) -> None:
-        batch, oldest = self.config.batch, self.config.rollout.max_staleness
+        batch, rollout = self.config.batch, self.config.rollout
+        overtaking = rollout.window if rollout.admission == "window" else None
         deadline = time.monotonic() + 120  # for a machine that does much else
         while steps:
             taken = self.bank.take_batch(
-                self.step, batch.groups, batch.group_size, self.version - oldest, batch.max_filtered_groups
-            )
+                self.step, batch.groups, batch.group_size, self.line.updates(self.version) - rollout.max_staleness,
+                batch.max_filtered_groups, overtaking,
+            )  # fmt: skip
             assert time.monotonic() < deadline, f"no batch in 120 s; the bank holds {self.bank.counts()}"
             if taken is None:
                 await asyncio.sleep(0.01)
                 continue
             self.batches.append(taken)
-            self.gaps += [self.version - int(t.min_version or 0) for t in taken]
+            self.gaps += [int(self.line.gaps(self.version, t.versions).max()) for t in taken]
             await asyncio.sleep(seconds)
             before = self.version
             if update:
@@ -312,7 +320,6 @@ def test_an_engine_that_only_fails_ends_the_run_with_the_reason(tmp_path: Path) 
                 controller = RolloutController(config, bank, pool, ScriptedSource(), PlainChat())
                 with pytest.raises(RolloutFailure, match="engine_failure.*planned 503"):
                     await asyncio.wait_for(controller.run(), 60)
-                assert bank.counts()[State.RUNNING] == 0
 
     asyncio.run(scenario())
 
@@ -331,7 +338,7 @@ def test_a_defect_in_a_background_task_ends_the_run(tmp_path: Path) -> None:
                 controller = RolloutController(config, bank, pool, ScriptedSource(), BrokenChat())
                 with pytest.raises(AssertionError, match="a bug in the chat format"):
                     await asyncio.wait_for(controller.run(), 60)
-                assert bank.counts()[State.RUNNING] == 0
+                assert bank.counts()[State.FAILED] == 0  # the next rollout goes on with what was under way
 
     asyncio.run(scenario())
 
@@ -485,3 +492,185 @@ def test_concurrency_bounds_the_episodes_and_keeps_them_busy(tmp_path: Path) -> 
         return engine
 
     assert asyncio.run(scenario()).most_running == 5
+
+
+# ---------------------------------------------------------------- what a resume of the trainer leaves behind
+
+
+def resumed_bank(bank: Bank, newest: int, at: int) -> None:
+    """Versions up to `newest` were made, then the run was resumed from the checkpoint of `at`."""
+    for version in range(1, newest + 1):
+        bank.record_version(version, version - 1)
+    bank.set_current_version(at)
+
+
+@pytest.mark.parametrize("newest", [2, 10])
+def test_lag_n_publishing_goes_on_after_a_resume(tmp_path: Path, newest: int) -> None:
+    """With ids 3..10 lost, the next version is 11, not published, and in ids nine ahead of the engines' 2."""
+
+    async def scenario() -> Trainer:
+        config = replace(make_config(tmp_path, max_staleness=1), publish=PublishConfig(every=2))
+        with open_bank(config) as bank:
+            resumed_bank(bank, newest, at=2)
+            async with ScriptedEngine(4) as engine:
+                engine.version = 2
+                _, trainer = await play(
+                    config, bank, engine, lambda c, t: asyncio.wait_for(t.train(4), 60)
+                )
+        return trainer
+
+    assert max(asyncio.run(scenario()).gaps) <= 1
+
+
+def test_an_episode_goes_on_when_the_trainer_goes_back(tmp_path: Path) -> None:
+    """Version 1 was recorded and published, but its step is lost: the engines are given 0 again."""
+
+    async def scenario() -> None:
+        config = make_config(tmp_path)
+        with open_bank(config) as bank:
+            bank.record_version(1, 0)
+            async with ScriptedEngine(30, token_s=0.01) as engine:
+                engine.version = 1
+
+                async def script(controller: RolloutController, trainer: Trainer) -> None:
+                    while not controller.counters.generated_tokens > 8:
+                        await asyncio.sleep(0.01)
+                    bank.set_current_version(0)
+                    trainer.version = engine.version = 0
+                    await trainer.train(2)
+
+                controller, trainer = await play(config, bank, engine, script)
+                assert not controller.counters.failed
+        held = [[span.version for span in t.spans] for t in trainer.batches[0]]
+        assert any(versions[:2] == [1, 0] for versions in held), held
+
+    asyncio.run(scenario())
+
+
+def left_half_done(bank: Bank, version: int) -> None:
+    """A rollout was killed when one member of a group had finished under `version` and the other was running."""
+    bank.start_trajectories(
+        [running("old-a", "group-000000000", "task-0"), running("old-b", "group-000000000", "task-0")],
+        ("prompts/train", 1),
+    )
+    bank.finish_trajectory(end(running("old-a", "group-000000000", "task-0"), version))
+
+
+def test_a_finished_member_holds_younger_groups_back_after_a_restart(tmp_path: Path) -> None:
+    """It waits since version 3, and its group is slow: no more may start than fit before it is too old."""
+
+    def make(task: Task) -> ScriptedEnvironment:
+        return ScriptedEnvironment(at={"step0": 1.0} if task.task_id == "task-0" else {})
+
+    async def scenario() -> None:
+        config = make_config(tmp_path, max_staleness=1)
+        with open_bank(config) as bank:
+            for version in range(1, 5):
+                bank.record_version(version, version - 1)
+            left_half_done(bank, version=3)
+            async with ScriptedEngine(4) as engine:
+                engine.version = 4
+                _, trainer = await play(config, bank, engine, lambda c, t: t.train(4), ScriptedSource(make))
+            assert bank.counts()[State.STALE] == 0
+        assert "old-a" in [t.trajectory_id for t in trainer.batches[0]]
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_too_old_already_is_not_played_to_its_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = make_config(tmp_path, max_staleness=1)
+        with open_bank(config) as bank:
+            for version in range(1, 5):
+                bank.record_version(version, version - 1)
+            left_half_done(bank, version=2)
+            async with ScriptedEngine(4) as engine:
+                engine.version = 4
+                _, trainer = await play(config, bank, engine, lambda c, t: t.train(2))
+            found = states(config.bank_url)
+        assert (found["old-a"], found["old-b"]) == ("filtered", "failed")
+        assert not any(name.startswith("group-000000000") for name in found)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_written_down_outlives_a_defect(tmp_path: Path) -> None:
+    """Say, a commit that failed: the next rollout goes on with the episodes, it does not begin them anew."""
+
+    class Replayable(ScriptedSource):
+        def replayable(self, task: Task) -> bool:
+            return True
+
+    async def scenario() -> None:
+        config = make_config(tmp_path, flush_s=0.02)
+        with open_bank(config) as bank:
+            async with ScriptedEngine(30, token_s=0.01) as engine, EnginePool([engine.url]) as pool:
+                controller = RolloutController(config, bank, pool, Replayable(), PlainChat())
+
+                async def break_down() -> None:
+                    while not any(len(t) > 8 for t in bank.list_running()):
+                        await asyncio.sleep(0.02)
+                    raise RuntimeError("connection lost during a commit")
+
+                controller._watch = break_down  # type: ignore[method-assign]
+                with pytest.raises(RuntimeError, match="during a commit"):
+                    await asyncio.wait_for(controller.run(), 60)
+                assert bank.counts()[State.FAILED] == 0 and bank.counts()[State.RUNNING] > 0
+                again, _ = await play(config, bank, engine, lambda c, t: t.train(1), Replayable())
+                assert again.counters.continued > 0
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- modes of admission
+
+
+@pytest.mark.parametrize("mode", ["drop", "wait", "window"])
+def test_every_mode_trains_within_the_bound(tmp_path: Path, mode: str) -> None:
+    async def scenario() -> tuple[RolloutController, Trainer]:
+        config = make_config(tmp_path, admission=mode, concurrency=8)
+        with open_bank(config) as bank:
+            async with ScriptedEngine(lambda request: 3 + request % 7, token_s=0.002) as engine:
+                return await play(config, bank, engine, lambda c, t: t.train(3, seconds=0.02))
+
+    _, trainer = asyncio.run(scenario())
+    assert max(trainer.gaps) <= 1
+
+
+def test_a_window_of_nothing_trains_in_the_order_of_start(tmp_path: Path) -> None:
+    """The first task is slow, and no batch is formed without it."""
+
+    def make(task: Task) -> ScriptedEnvironment:
+        return ScriptedEnvironment(at={"step0": 0.5} if task.data["index"] == 0 else {})
+
+    async def scenario(**rollout: Any) -> list[int]:
+        config = make_config(tmp_path / str(len(rollout)), **rollout)
+        with open_bank(config) as bank:
+            async with ScriptedEngine(4) as engine:
+                _, trainer = await play(config, bank, engine, lambda c, t: t.train(1), ScriptedSource(make))
+        return sorted({t.task["index"] for t in trainer.batches[0]})
+
+    assert asyncio.run(scenario(admission="window")) == [0, 1]
+    assert asyncio.run(scenario(admission="window", window=1, max_turns=8)) == [1, 2]
+
+
+def test_over_sampling_drops_the_slowest_when_the_batch_is_full(tmp_path: Path) -> None:
+    """Synchronous, three groups for a batch of two: the one that would take half a minute is never waited for."""
+
+    def make(task: Task) -> ScriptedEnvironment:
+        return ScriptedEnvironment(at={"step0": 30.0} if task.data["index"] % 3 == 0 else {})
+
+    async def scenario() -> None:
+        config = make_config(tmp_path, max_staleness=0, over_sampling=0.5, turn_deadline_s=60.0)
+        with open_bank(config) as bank:
+            async with ScriptedEngine(4) as engine:
+                source = ScriptedSource(make)
+                controller, trainer = await play(config, bank, engine, lambda c, t: t.train(3), source)
+            indices = [sorted({t.task["index"] for t in batch}) for batch in trainer.batches]
+            assert indices == [[1, 2], [4, 5], [7, 8]] and max(trainer.gaps) == 0
+            counters = controller.counters
+            assert counters.groups_dropped >= 2 and counters.groups_abandoned == 0
+            assert counters.lengths.dropped >= 4  # its members' turns so far
+            assert bank.counts()[State.FAILED] >= 4
+
+    asyncio.run(scenario())

@@ -7,6 +7,7 @@ import json
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_async.bank import State
@@ -82,10 +83,10 @@ def test_limits_come_from_the_configuration() -> None:
 
 def test_counters_tell_failures_from_results() -> None:
     counters = RolloutCounters()
-    counters.record(finished(10, version=3), version=5)
-    counters.record(finished(30, version=4), version=5)
+    counters.record(finished(10, version=3), np.full(10, 2))
+    counters.record(finished(30, version=4), np.full(30, 1))
     counters.record(
-        finished(90, 4, Status.ENGINE_ERROR, {"ending": "engine_timeout", "failure": "silent"}), version=5
+        finished(90, 4, Status.ENGINE_ERROR, {"ending": "engine_timeout", "failure": "silent"}), np.full(90, 1)
     )
     counters.record_abandoned([30])
     numbers = counters.as_dict(now=0.0)
@@ -93,19 +94,22 @@ def test_counters_tell_failures_from_results() -> None:
     assert (numbers["staleness_mean"], numbers["staleness_max"]) == (1.5, 2)
     assert (numbers["length/kept_mean_tokens"], numbers["length/dropped_mean_tokens"]) == (10.0, 60.0)
     assert counters.last_failure == "silent" and counters.consecutive_abandoned == 1
+    counters.record_dropped([10], [5, 7])
+    assert (counters.groups_dropped, counters.consecutive_abandoned) == (1, 1)
+    assert (counters.lengths.kept, counters.lengths.dropped, counters.lengths.dropped_tokens) == (0, 5, 142)
 
 
 def test_lengths_of_what_the_bank_set_aside_are_dropped() -> None:
     counters = RolloutCounters()
     for length in (10, 20, 30, 40):
-        counters.record(finished(length, version=0), version=0)
+        counters.record(finished(length, version=0), np.zeros(length, np.int64))
     assert counters.waiting() == ["t10", "t20", "t30", "t40"]
     counters.settle({"t10": State.TRAINED, "t20": State.STALE, "t30": State.RESERVED, "t40": State.FILTERED})
     counters.settle({"t30": State.TRAINED})
     numbers = counters.as_dict(now=0.0)
     assert (numbers["length/kept_mean_tokens"], numbers["length/dropped_mean_tokens"]) == (20.0, 30.0)
     assert counters.waiting() == []
-    counters.record(finished(50, version=0), version=0)
+    counters.record(finished(50, version=0), np.zeros(50, np.int64))
     counters.record_abandoned([50])
     counters.forget("g")
     counters.settle({"t50": State.FILTERED})

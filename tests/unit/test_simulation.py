@@ -45,6 +45,9 @@ def with_rollout(scenario: Scenario, **changes: object) -> Scenario:
     return replace(scenario, rollout=replace(scenario.rollout, **changes))  # type: ignore[arg-type]
 
 
+TAILED = Workload((tuple(Episode((Turn(0, tokens),)) for tokens in (50, 60, 80, 90, 100, 120, 400)),))
+
+
 # ---------------------------------------------------------------- the whole loop
 
 
@@ -179,10 +182,37 @@ def test_without_admission_old_groups_are_thrown_away() -> None:
     assert throttled.stale == 0
 
 
+@settings(max_examples=20)
+@given(
+    mode=st.sampled_from(["wait", "window"]),
+    bound=st.integers(0, 3),
+    window=st.integers(0, 3),
+    every=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_every_mode_keeps_the_bound_without_waste_and_goes_on(
+    mode: str, bound: int, window: int, every: int, seed: int
+) -> None:
+    bound = max(bound, every - 1)
+    scenario = with_rollout(SCENARIO, bound=bound, admission=mode, window=window)
+    scenario = replace(scenario, workload=TAILED, publish=PublishModel(every=every))
+    result = simulate(scenario, steps=6, seed=seed)
+    assert result.gap_max <= bound and result.stale == 0
+
+
+def test_rounds_are_slower_than_throttling_and_a_window_lies_between_order_and_freedom() -> None:
+    busy = with_rollout(replace(SCENARIO, workload=TAILED), bound=2, concurrency=64)
+    modes = ("throttle", "wait")
+    seconds = {mode: simulate(with_rollout(busy, admission=mode), steps=40).step_seconds for mode in modes}
+    assert seconds["wait"] > 1.2 * seconds["throttle"]
+    by_window = [simulate(with_rollout(busy, admission="window", window=w), steps=40).step_seconds for w in (0, 99)]
+    assert by_window[0] > by_window[1] == pytest.approx(seconds["throttle"])
+
+
 def test_a_loop_that_cannot_go_on_says_so() -> None:
-    scenario = with_rollout(SCENARIO, admission="window", window=16, arrivals_per_second=1e-9)
+    scenario = with_rollout(SCENARIO, admission="queue", queue=16, arrivals_per_second=1e-9)
     with pytest.raises(ValueError, match="scenario"):
-        with_rollout(scenario, window=3)
+        with_rollout(scenario, queue=3)
     with pytest.raises(ValueError, match="too small for publishing every 4"):
         replace(SCENARIO, publish=PublishModel(every=4))
     with pytest.raises(ValueError, match="at least one must score"):
