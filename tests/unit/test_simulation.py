@@ -200,13 +200,16 @@ def test_every_mode_keeps_the_bound_without_waste_and_goes_on(
     assert result.gap_max <= bound and result.stale == 0
 
 
-def test_rounds_are_slower_than_throttling_and_a_window_lies_between_order_and_freedom() -> None:
+def test_the_modes_meet_at_their_ends() -> None:
+    """Rounds of one batch are synchronous; a window that is never full is no window, an empty one waits longer."""
     busy = with_rollout(replace(SCENARIO, workload=TAILED), bound=2, concurrency=64)
-    modes = ("throttle", "wait")
-    seconds = {mode: simulate(with_rollout(busy, admission=mode), steps=40).step_seconds for mode in modes}
-    assert seconds["wait"] > 1.2 * seconds["throttle"]
-    by_window = [simulate(with_rollout(busy, admission="window", window=w), steps=40).step_seconds for w in (0, 99)]
-    assert by_window[0] > by_window[1] == pytest.approx(seconds["throttle"])
+
+    def seconds(**policy: object) -> float:
+        return simulate(with_rollout(busy, **policy), steps=20).step_seconds
+
+    assert seconds(admission="wait", bound=0) == pytest.approx(seconds(bound=0))
+    assert seconds(admission="window", window=99) == pytest.approx(seconds())
+    assert seconds(admission="window", window=0) >= seconds()
 
 
 def test_a_loop_that_cannot_go_on_says_so() -> None:
