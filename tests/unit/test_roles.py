@@ -11,11 +11,15 @@ import pytest
 
 from megatron_async import roles
 from megatron_async.bank import Bank
+from megatron_async.bank.errors import BankAway
 from megatron_async.bank.requests import FINISHED, PHASE, RESUMING, TRAINING
 from megatron_async.config.schema import ModelConfig, RunConfig, TrainerConfig
-from megatron_async.errors import ERROR_FILE
+from megatron_async.errors import ERROR_FILE, UserError, leave_message
+from megatron_async.peers import PeerGone
 from megatron_async.roles import Roles
 from megatron_async.supervise import Part, PartFailed, python_module, supervised
+from megatron_async.training.batch import BatchDeadline
+from megatron_async.training.remote_critic import CriticGone
 from tests.bank_support import collect_group
 
 # Notes its start in a common file, then does what the n-th word says at its n-th start: a code to end with, or "stay".
@@ -215,3 +219,24 @@ def test_the_part_that_says_why_is_named_and_not_the_one_that_heard_its_end_firs
     parts: list[Part] = []
     with supervised(parts), pytest.raises(PartFailed, match="critic .*raise the frobnication"):
         Roles(config, [critic, trainer], actor(tmp_path, "rollout", "stay"), parts).run()
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (BatchDeadline("no batch"), "no batch"),
+        (PeerGone("silent"), None),
+        (CriticGone("gone"), None),
+        (BankAway("no answer"), None),
+        (RuntimeError("a defect"), None),
+    ],
+)
+def test_only_what_the_user_has_to_mend_leaves_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, left: str | None
+) -> None:
+    """That a peer, an engine or the database is gone may pass: the part is started again."""
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "said"))
+    leave_message(error)
+    assert ((tmp_path / "said").read_text() if (tmp_path / "said").exists() else None) == left
+    leave_message(UserError("of a slower rank"))
+    assert (tmp_path / "said").read_text() == (left or "of a slower rank")
