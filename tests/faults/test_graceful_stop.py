@@ -27,7 +27,7 @@ from tests.faults.chaos_run import MARK, scripted, write_config
 from tests.faults.chaos_trainer import UPDATE_VARIABLE, WEIGHTS
 from tools.benchmark_rows import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 DEADLINE_S = 240.0
 
 
@@ -141,8 +141,10 @@ def test_the_second_ctrl_c_ends_everything_now(model: Path, tmp_path: Path) -> N
     print(f"ended after {took:.1f} s")
 
 
-def test_a_real_trainer_ends_its_step_and_goes_on_with_the_next(model: Path, tmp_path: Path) -> None:
-    path = write_config(tmp_path, model, steps=6, engines={"count": 1}, checkpoint={"every": 100})
+def test_real_trainer_ranks_end_their_step_and_go_on_with_the_next(model: Path, tmp_path: Path) -> None:
+    path = write_config(
+        tmp_path, model, steps=6, engines={"count": 1}, checkpoint={"every": 100}, layout={"world_size": 2}
+    )
     config = load(path, [])
     done = stop_in_a_step(path, config, stand_in=False, after=2)
     with launched(path, stand_in=False) as job:
