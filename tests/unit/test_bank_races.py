@@ -100,7 +100,7 @@ def write_mixed(bank_url: str, writers: int, each: int) -> list[Exception]:
     return errors
 
 
-@pytest.mark.parametrize(("writers", "each"), [(6, 6), pytest.param(64, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("writers", "each"), [(6, 6), pytest.param(64, 4, marks=pytest.mark.slow)])
 def test_writers_of_mixed_outcomes_do_not_meet(bank_url: str, writers: int, each: int) -> None:
     with Bank.open(bank_url) as bank:
         assert write_mixed(bank_url, writers, each) == []
