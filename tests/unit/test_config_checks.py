@@ -103,6 +103,7 @@ def test_a_sensible_configuration_passes(tmp_path):
         (["rollout.top_p=1.5"], ["outside (0, 1]"]),
         (["rollout.process=64"], ["rollout.process: 64 is outside 0 to 63"]),
         (["rollout.process=1", "objective.anchor=interrupt"], ["objective.anchor: interrupt, for which one process"]),
+        (["rollout.process=1", "rollout.over_sampling=0.5"], ["only one process can tell"]),
         (["optimizer.lr=0"], ["optimizer.lr: 0.0 is not above 0"]),
         (["optimizer.adam_beta1=1.0"], ["optimizer.adam_beta1: 1.0 is outside [0, 1)"]),
         (["optimizer.min_lr=1.0"], ["min_lr: 1.0 is above optimizer.lr"]),
