@@ -119,8 +119,8 @@ def _check_rollout(config: RunConfig) -> list[str]:
         problems.append(f"rollout.process: {rollout.process} is outside 0 to {MOST_ROLLOUTS - 1}")
     if rollout.process and rollout.over_sampling:
         problems.append(
-            f"rollout.process: {rollout.process} with rollout.over_sampling: {rollout.over_sampling:g}: which episodes are "
-            "the slowest of a batch only one process can tell; run one rollout process, or set over_sampling to 0"
+            f"rollout.process: {rollout.process} with rollout.over_sampling: {rollout.over_sampling:g}: which episodes "
+            "are the slowest of a batch only one process can tell; run one rollout process, or set over_sampling to 0"
         )
     if rollout.process and config.old_logits.source == "interrupt":
         problems.append(
