@@ -153,7 +153,7 @@ class BankMachine(RuleBasedStateMachine):
         wanted=st.integers(1, 2),
         bound=st.integers(0, 3),
         most=st.sampled_from([0, 0, 1, 3]),
-        overtaking=st.sampled_from([None, None, 0, 1]),
+        overtaking=st.sampled_from([None, None, None, None, 0, 1]),
     )
     def take(self, wanted: int, bound: int, most: int, overtaking: int | None = None) -> None:
         step = self._next_step()
@@ -163,7 +163,7 @@ class BankMachine(RuleBasedStateMachine):
         assert (None if batch is None else [t.trajectory_id for t in batch]) == expected
         assert self.bank.filtered(step).groups == self.filtered[step]
 
-    @rule(lost=st.sampled_from([0, 0, 0, 1, 2]))
+    @rule(lost=st.sampled_from([0, 0, 0, 0, 0, 1]))
     def record_version(self, lost: int) -> None:
         """lost: versions that a resume has left behind."""
         parent = max(0, self.newest - lost)
@@ -181,6 +181,20 @@ class BankMachine(RuleBasedStateMachine):
     def train_one(self) -> None:
         self.take(1, bound=4, most=0)
         self.commit()
+
+    @rule()
+    def grow_old(self) -> None:
+        self.collect_group(0, members=SIZE, equal=False)
+        for _ in range(2):
+            self.record_version(lost=0)
+        self.take(1, bound=0, most=0)
+
+    @rule()
+    def train_a_part(self) -> None:
+        self.start(0)
+        self.finish(-1, Status.OK, 0, 1.0)
+        self.close_group(1, keep=True, fewest=1)
+        self.take(1, bound=4, most=0)
 
     @rule(most=st.sampled_from([0, 2]))
     def train_one_but_crash(self, most: int) -> None:

@@ -550,9 +550,9 @@ def test_an_episode_goes_on_when_the_trainer_goes_back(tmp_path: Path) -> None:
 def left_half_done(bank: Bank, version: int) -> None:
     """A rollout was killed when one member of a group had finished under `version` and the other was running."""
     bank.start_trajectories(
-        [running("old-a", "group-000000000", "task-0"), running("old-b", "group-000000000", "task-0")],
-        ("prompts/train", 1),
+        [running("old-a", "group-000000000", "task-0"), running("old-b", "group-000000000", "task-0")]
     )
+    bank.save_cursor("prompts/train", 1)
     bank.finish_trajectory(end(running("old-a", "group-000000000", "task-0"), version))
 
 
