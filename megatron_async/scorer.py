@@ -29,6 +29,7 @@ from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.peers import Inbox, PeerGone, PeerLink
 from megatron_async.snapshots.transfer import Follower, VersionStep
 from megatron_async.training.batch import join_messages, split_messages
+from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class Scorer(PartBeside):
         self._follower = Follower(self._store, tensors, folder / "scratch")
         self._steps = Inbox(link, VersionStep.from_bytes)
         self._offered: set[str] = set()
+        self._lineage = Lineage()
 
     def _next(self) -> bytes:
         """What to do now: versions first, since trajectories wait for them."""
@@ -88,7 +90,8 @@ class Scorer(PartBeside):
         started = time.monotonic()
         while time.monotonic() - started < SILENCE_S:
             if not self._steps.empty:
-                return _TAKE
+                # The batch in hand was taken under the version before the one that comes, which is the live one.
+                return _TAKE + str(self._oldest(self._bank, 0)).encode()
             if self._bank.get_state(PHASE) == FINISHED:
                 return LAST
             self._raise_if_ended()
@@ -101,7 +104,7 @@ class Scorer(PartBeside):
 
     def _do(self, kind: bytes, body: bytes) -> None:
         if kind == _TAKE:
-            self._take()
+            self._take(int(body))
         else:
             self._score([Trajectory.from_bytes(part) for part in split_messages(body)])
 
@@ -115,15 +118,22 @@ class Scorer(PartBeside):
         room = (
             self.config.trainer.micro_batch_tokens * layout.data_parallel_size * layout.context_parallel_size
         )
-        oldest = live - self.config.rollout.max_staleness
-        offered = bank.list_unscored(self._offered, oldest, live, room)
+        offered = bank.list_unscored(self._offered, self._oldest(bank, 0), live, room)
         self._offered |= {trajectory.trajectory_id for trajectory in offered}
         return offered
 
-    def _take(self) -> None:
+    def _oldest(self, bank: Bank, more: int) -> int:
+        """The oldest version that a token may be of which is trained now, or was `more` updates ago."""
+        live = self._store.live_version
+        if live > self._lineage.newest:
+            for made in bank.versions(above=self._lineage.newest):
+                if made.parent is not None:
+                    self._lineage.add(made.version, made.parent)
+        known = min(live, self._lineage.newest)  # the trainer writes a version down before it sends it
+        return self._lineage.oldest_within(known, self.config.rollout.max_staleness + more)
+
+    def _take(self, oldest: int) -> None:
         step = self._work("follow", self._receive)
-        # The batch in hand was taken under the version before, so it may be older by one.
-        oldest = step.version - 1 - self.config.rollout.max_staleness
         self._store.set_needed([known for known in self._store.versions() if known >= oldest])
         self._work("follow", lambda: self._follower.take(step))
 
@@ -144,7 +154,7 @@ class Scorer(PartBeside):
         self._work("score", lambda: self._source.score_ahead(sequences, ids))
         scores = self._source.hand_over(ids)
         if self._bank is not None:
-            self._bank.save_scores(scores, live - 1 - self.config.rollout.max_staleness)
+            self._bank.save_scores(scores, self._oldest(self._bank, 1))
 
     def _work(self, stage: str, work: Callable[[], T]) -> T:
         return self._timed(stage, self._store.live_version, work, self._counters)
