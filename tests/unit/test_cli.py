@@ -91,7 +91,7 @@ def test_a_tokenizer_without_tools_stops_a_launch_before_anything_starts(tmp_pat
     ],
 )
 def test_what_would_fail_after_the_engines_started_is_found_before(tmp_path, capsys, monkeypatch, override, words):
-    monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path: None)
+    monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path, options: None)
     arguments = ["launch", "--config", str(write_config(tmp_path)), "--set", "environment.name=desk"]
     assert cli.main([*arguments, "--set", override]) == 2
     assert words in capsys.readouterr().err

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PUBLISHED
-from megatron_async.config.schema import BatchConfig, PublishConfig
+from megatron_async.config.schema import BatchConfig, PublishConfig, RolloutConfig
 from megatron_async.roster import LATE, SERVING, Engine, failed_key, write_roster
 from megatron_async.training import engine_group
 from megatron_async.training.engine_group import EngineGroup
@@ -213,7 +213,7 @@ def test_the_feed_lets_the_ranks_catch_engines_up_while_they_wait(run: Run) -> N
     answers = iter([True, False, True])
     config: Any = SimpleNamespace(
         batch=BatchConfig(groups=1, group_size=2), trainer=SimpleNamespace(deadline_s=600.0),
-        rollout=SimpleNamespace(poll_s=0.0),
+        rollout=RolloutConfig(poll_s=0.0),
     )  # fmt: skip
     control: Any = SimpleNamespace(from_rank_zero=lambda produce: produce())
     feed = BatchFeed(

@@ -247,6 +247,6 @@ def test_ids_that_look_like_paths_write_nothing_outside_the_run(tmp_path: Path) 
         trajectory.append_action([3], [-0.5], [VersionSpan(0, 0, 1)], "stop")
         trajectory.finish(Status.OK, 1.0, {"ending": hostile})
         bank.finish_trajectory(trajectory)
-    EvaluationJournal(run / "evaluation", {"model": hostile}).save(0, 0, EvaluatedEpisode.of(trajectory))
+    EvaluationJournal(run / "evaluation", {"model": hostile}).save(0, 0, hostile, EvaluatedEpisode.of(trajectory))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert not (tmp_path.parent / "outside").exists()
