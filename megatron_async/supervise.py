@@ -117,7 +117,7 @@ class Part:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     @property
@@ -154,8 +154,10 @@ def _mark_of(process: psutil.Process) -> str | None:
         return None  # it has just ended, or is another user's
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the process that started this one ends. Ranks ask for it themselves: torchrun gives its
+    children nothing of the kind, and one that is killed would leave them training beside those that come after."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def stop_all(parts: Sequence[Part], grace_s: float = STOP_GRACE_S) -> None:

@@ -18,6 +18,7 @@ from megatron_async.bank.requests import FINISHED, PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy, TrainStepResult
+from megatron_async.errors import PartnerGone
 from megatron_async.objectives import Objective
 from megatron_async.observe import MetricsWriter, RunFiles, StatusWriter, Timeline
 from megatron_async.old_logits import AnchorLogprobs
@@ -35,6 +36,9 @@ from megatron_async.training.stopping import StopAsked, StopRequest
 logger = logging.getLogger(__name__)
 
 _CONTROL_MARGIN_S = 120.0
+_CLAIM_S, _CLAIM_PAUSE_S = 60.0, 0.5
+"""How long an earlier trainer may take to end. That it was killed shows at once, on PostgreSQL within a minute if its
+host went too."""
 
 
 class Session:
@@ -95,7 +99,10 @@ class Session:
         """Go on from the newest complete generation, or from the start where there is none.
 
         Steps that it does not contain are trained again on their recorded batches before anything new is sampled.
+
+        Raises PartnerGone where another trainer of this run does not end.
         """
+        self.control.json_from_rank_zero(self._claim)
         generation = self.checkpoints.resume()
         if generation is not None:
             self.version, self.first_step = generation.version, generation.steps
@@ -106,6 +113,18 @@ class Session:
         self.catching_up = self.first_step < self._repeated_until
         if not self.catching_up:
             self._go_on()
+
+    def _claim(self) -> None:
+        """Be the only trainer of the bank until the end: two would train the same steps into different weights."""
+        assert self.bank is not None, "rank 0 owns the bank"
+        limit = time.monotonic() + _CLAIM_S
+        while not self.bank.claim("trainer"):
+            if time.monotonic() > limit:
+                raise PartnerGone(
+                    f"another trainer is at work in the bank of {self.config.run_path} and has not ended within "
+                    f"{_CLAIM_S:g} s: stop it, or wait until it has ended, and resume"
+                )
+            time.sleep(_CLAIM_PAUSE_S)
 
     def _rewind_bank(self) -> tuple[list[tuple[int, int | None, float]], int]:
         """The versions there are with parent and time, and the step before which batches are on record."""
