@@ -83,9 +83,9 @@ def _critic(arguments: argparse.Namespace) -> int:
 
 def _rollout(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
-    from megatron_async.rollout import controller
+    from megatron_async.rollout import process
 
-    return controller.main(config)
+    return process.main(config)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -117,10 +117,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 async def roll_out(args: argparse.Namespace) -> int:
     """The rollout process, with a stop watch beside it."""
-    from megatron_async.rollout import controller
+    from megatron_async.rollout import process as rollout
 
     config, process = configuration(args), psutil.Process()
-    running = asyncio.create_task(controller._main(config))
+    running = asyncio.create_task(rollout.run(config))
     before, status = 0, config.run_path / "status" / "rollout.json"
     while (now := counters(status)).get("running", 0) < 0.95 * args.agents:
         before = process.memory_info().rss if not now.get("running") else before

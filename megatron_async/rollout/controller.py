@@ -1,4 +1,4 @@
-"""The rollout process: decides what is played, plays it, and hands it to the bank.
+"""What the rollout plays: groups are admitted, started, recovered and given up; `members` plays their episodes.
 
 Invariants
 - A group is started only when `Admission` has room for all its members; running and waiting trajectories, those of the
@@ -22,34 +22,25 @@ import asyncio
 import contextlib
 import logging
 import math
-import signal
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
-from megatron_async.bank import Bank, OpenGroup, Place, State
+from megatron_async.bank import Bank, OpenGroup, Place
 from megatron_async.config.methods import ADVANTAGES
 from megatron_async.config.schema import RunConfig
-from megatron_async.credentials import hidden_credentials
-from megatron_async.errors import UserError
 from megatron_async.observe import StatusWriter, Timeline
-from megatron_async.rollout import collecting_garbage
 from megatron_async.rollout.admission import Admission, InPlay
-from megatron_async.rollout.agent_loop import Chat, EpisodeProgress, ReplayDiverged, run_episode
-from megatron_async.rollout.chat import ChatFormat
-from megatron_async.rollout.counters import LoopLag, RolloutCounters, Running, describe_waiting
+from megatron_async.rollout.agent_loop import Chat
+from megatron_async.rollout.counters import LoopLag, RolloutCounters, describe_waiting
 from megatron_async.rollout.cut_episodes import CutEpisodes
-from megatron_async.rollout.engines import EngineVersions, build_pool, serving_engines, with_engines
-from megatron_async.rollout.environments import build_task_source
+from megatron_async.rollout.engines import EngineVersions
 from megatron_async.rollout.environments.base import Task, TaskSource
-from megatron_async.rollout.episode_limits import EpisodeLimits
+from megatron_async.rollout.group import Group
 from megatron_async.rollout.ledger import CURSOR, BankView, Ledger
+from megatron_async.rollout.members import Members
 from megatron_async.rollout.prompts import PromptStream, group_id
-from megatron_async.rollout.sampling import training_sampling
-from megatron_async.rollout.writing_down import PartialWriter, Played, Streaming
-from megatron_async.roster import read_roster
+from megatron_async.rollout.writing_down import PartialWriter, Streaming
 from megatron_async.trajectory import Trajectory
 from sglang_bridge import EnginePool
 
@@ -64,36 +55,12 @@ _GROUPS_AT_ONCE = 8
 _CLAIM_PATIENCE_S = 10.0
 
 
-class RolloutFailure(UserError):
-    """No episode can be finished any more; the message says what kept failing."""
-
-
 class _Stopped(Exception):
     """Ends the task group when the run is over or a stop was asked for."""
 
 
 class _MemberFailed(Exception):
     """One member of a group used up its attempts."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group in play. version: the engines' when it was started. oldest: updates behind the oldest version that may
-    have sampled one of its tokens. size: members that are played here. surplus: why it is dropped, when it is.
-    failures: why members were given up while the others went on."""
-
-    group_id: str
-    task: Task
-    version: int
-    oldest: int
-    size: int
-    started: float
-    surplus: str = ""
-    task_to_cancel: asyncio.Task[None] | None = None
-    playing: set[str] = field(default_factory=set)
-    finished_lengths: list[int] = field(default_factory=list)
-    cut_lengths: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
 
 
 class RolloutController:
@@ -122,30 +89,25 @@ class RolloutController:
         self.config = config
         self.counters = RolloutCounters()
         self.lag = LoopLag()
-        self._pool = pool
         self._source = task_source
-        self._chat = chat
         self._clock = clock
         self._status = status
-        self._timeline = timeline
+        self._timeline = timeline or Timeline(None, "rollout")
         self._ledger = Ledger(bank, config.rollout.process)
         self._engines = EngineVersions(pool, self._ledger.lineage.updates)
         self._prompts = PromptStream(task_source, config.seed)
-        self._limits = EpisodeLimits.from_config(config)
-        self._sampling = training_sampling(config.rollout)
         self._admission = _admission(config)
         self._before: tuple[int, InPlay] | None = None  # trajectories taken until the last look, and what was in play
         self._cursor = 0
         self._most = 0  # trajectories that may run and wait in the bank, by the last look
         self._settled = (0, 0, 0)
-        self._pausing = 0  # members between two attempts: not running in the bank, and not given up
         self._version = 0
-        self._groups: dict[str, _Group] = {}
-        self._live: dict[str, Running] = {}
-        self._playing: dict[str, Played] = {}
-        self._origins: dict[str, dict[str, Any]] = {}
-        self._streaming = Streaming(self._ledger, self._playing, config.rollout.flush_s)
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._groups: dict[str, Group] = {}
+        self._members = Members(
+            config, pool, task_source, chat, self._ledger, self.counters, self._timeline, clock,
+            trainer_version=lambda: self._version, sampling_version=self._sampling_version,
+        )  # fmt: skip
+        self._streaming = Streaming(self._ledger, self._members.playing, config.rollout.flush_s)
         # Members of admitted groups whose end the last look at the bank has not seen, and those of them whose end
         # is in the bank by now: a member is counted as running until a look has counted it as finished.
         self._unfinished = 0
@@ -154,7 +116,6 @@ class RolloutController:
         self._waiting_for = "the bank"
         self._stop_reason = ""
         self._finished = False
-        self._last_event = self._last_success = clock()
 
     def stop(self, reason: str) -> None:
         """End `run` soon. Running episodes are written down for the next rollout to go on with, or, where
@@ -176,7 +137,7 @@ class RolloutController:
                 if self.config.rollout.flush_s > 0:
                     parts.create_task(self._streaming.run(), name="streaming")
                 if self.config.old_logits.source == "interrupt":
-                    writer = PartialWriter(self._ledger, self._playing, self.config.rollout.poll_s)
+                    writer = PartialWriter(self._ledger, self._members.playing, self.config.rollout.poll_s)
                     parts.create_task(writer.run(), name="partial trajectories")
                 parts.create_task(self._admit(parts), name="admission")
         except BaseExceptionGroup as errors:
@@ -205,7 +166,7 @@ class RolloutController:
         await self._recover(parts)
         while True:
             view = await self._look()
-            self._raise_if_hopeless()
+            self._members.raise_if_hopeless()
             room = await self._room(view)
             for begin in range(0, room, _GROUPS_AT_ONCE):
                 if not await self._open_groups(parts, min(_GROUPS_AT_ONCE, room - begin)):
@@ -234,7 +195,7 @@ class RolloutController:
 
     async def _look(self) -> BankView:
         """What the bank says now; ends everything when the run is over or a stop was asked for."""
-        settled, pausing = self._unseen, self._pausing
+        settled, pausing = self._unseen, self._members.pausing
         view = await self._ledger.look(self._oldest())
         self._most = view.running + view.waiting
         await self._settle(view)
@@ -247,7 +208,7 @@ class RolloutController:
         if view.finished or self._stop_reason:
             raise _Stopped
         if view.version != self._version:
-            self._version, self._last_event = view.version, self._clock()
+            self._version, self._members.last_event = view.version, self._clock()
         return view
 
     async def _settle(self, view: BankView) -> None:
@@ -291,12 +252,12 @@ class RolloutController:
         taken, before = self._before
         batches = (view.taken - taken) // self.config.batch.trajectories
         playing = [group for group in self._groups.values() if group.task_to_cancel and not group.surplus]
-        left = sum(group.size - len(group.finished_lengths) for group in playing)
+        left = sum(group.unfinished for group in playing)
         count = self._admission.surplus(before, batches, view.waiting - view.reserved, left)
         for group in sorted(playing, key=lambda group: group.group_id)[:count]:
             assert group.task_to_cancel is not None
             group.surplus = "over-sampling: among the slowest when a batch was full"
-            live = [self._playing[name].trajectory for name in group.playing if name in self._playing]
+            live = [self._members.playing[name].trajectory for name in group.playing if name in self._members.playing]
             group.cut_lengths = [trajectory.num_action_tokens for trajectory in live]
             group.task_to_cancel.cancel()
 
@@ -340,7 +301,7 @@ class RolloutController:
         for cursor in range(self._cursor, self._cursor + count):
             name = group_id(cursor, self.config.rollout.process)
             group = self._new_group(name, self._prompts.task(cursor), self._sampling_updates(), size)
-            opened.append((group, [self._new_trajectory(group) for _ in range(size)]))
+            opened.append((group, [self._members.new_trajectory(group) for _ in range(size)]))
         place = Place(CURSOR, self._cursor, self._cursor + count, self._most)
         oldest = self._oldest()
         assert oldest is not None, "there are groups"
@@ -355,7 +316,7 @@ class RolloutController:
             self._begin(parts, group, members)
         return True
 
-    def _begin(self, parts: asyncio.TaskGroup, group: _Group, members: list[Trajectory]) -> None:
+    def _begin(self, parts: asyncio.TaskGroup, group: Group, members: list[Trajectory]) -> None:
         group.task_to_cancel = parts.create_task(self._play_group(group, members), name=group.group_id)
 
     async def _resume_group(
@@ -367,11 +328,9 @@ class RolloutController:
         oldest = min([self._sampling_updates(), *(updates for updates in held if updates is not None)])
         group = self._new_group(left.group_id, Task(left.prompt_id, left.task), oldest, missing)
         replaced = [*lost, *([None] * missing)][: missing - len(going_on)]
-        anew = [self._new_trajectory(group, instead=name) for name in replaced]
+        anew = [self._members.new_trajectory(group, instead=name) for name in replaced]
         for member in going_on:
-            group.playing.add(member.trajectory_id)
-            self._origins[member.trajectory_id] = {"continued_at": len(member), "continued_turns": member.num_turns}
-        self.counters.continued += len(going_on)
+            self._members.go_on(group, member)
         logger.info(
             "group %s goes on: %d of its members wait, %d go on where they were, %d begin anew",
             left.group_id, left.waiting, len(going_on), len(anew),
@@ -379,32 +338,13 @@ class RolloutController:
         await self._ledger.start(anew)
         self._begin(parts, group, [*going_on, *anew])
 
-    async def _begin_anew(self, group: _Group, cut: Trajectory, reason: str) -> Trajectory:
-        """Another trajectory in the place of one that could not go on."""
-        logger.warning("trajectory %s begins anew: %s", cut.trajectory_id, reason)
-        await self._ledger.abandon([cut.trajectory_id], f"cut and not continued: {reason}")
-        group.playing.discard(cut.trajectory_id)
-        self.counters.continued -= 1
-        trajectory = self._new_trajectory(group, instead=cut.trajectory_id)
-        await self._ledger.start([trajectory])
-        return trajectory
-
-    def _new_group(self, name: str, task: Task, oldest: int, size: int) -> _Group:
-        group = _Group(name, task, self._sampling_version(), oldest, size, time.time())
+    def _new_group(self, name: str, task: Task, oldest: int, size: int) -> Group:
+        group = Group(name, task, self._sampling_version(), oldest, size, time.time())
         self._groups[name] = group
         self._unfinished += size
         return group
 
-    def _new_trajectory(self, group: _Group, instead: str | None = None) -> Trajectory:
-        """instead: the trajectory that was cut by a kill and lost, whose place it takes."""
-        name = f"{group.group_id}-{uuid.uuid4().hex[:12]}"
-        group.playing.add(name)
-        if instead is not None:
-            self._origins[name] = {"restarted_from": instead}
-            self.counters.restarted += 1
-        return Trajectory(name, group.group_id, group.task.task_id, self._sampling, group.task.data)
-
-    async def _play_group(self, group: _Group, members: list[Trajectory]) -> None:
+    async def _play_group(self, group: Group, members: list[Trajectory]) -> None:
         try:
             await self._play_members(group, members)
         except asyncio.CancelledError:
@@ -414,7 +354,7 @@ class RolloutController:
         del self._groups[group.group_id]
         self._news.set()
 
-    async def _play_members(self, group: _Group, members: list[Trajectory]) -> None:
+    async def _play_members(self, group: Group, members: list[Trajectory]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for trajectory in members:
@@ -424,17 +364,17 @@ class RolloutController:
         else:
             if not group.failures or await self._keep_part(group):
                 self.counters.groups_finished += 1
-                self._record("group", group.version, group.started)
+                self._timeline.record("group", group.version, group.started, time.time())
 
-    async def _drop(self, group: _Group) -> None:
+    async def _drop(self, group: Group) -> None:
         """After its task was cancelled as surplus."""
         logger.info("group %s is dropped: %s", group.group_id, group.surplus)
         await self._ledger.give_up(group.group_id, sorted(group.playing), group.surplus)
         self.counters.record_dropped(group.finished_lengths, group.cut_lengths)
         self.counters.forget(group.group_id)
-        self._unseen += group.size - len(group.finished_lengths)
+        self._unseen += group.unfinished
 
-    async def _keep_part(self, group: _Group) -> bool:
+    async def _keep_part(self, group: Group) -> bool:
         """Have a group trained without the members that were given up; False when too few are left, and it is too."""
         group.task_to_cancel = None
         estimator = ADVANTAGES[self.config.advantage.name]
@@ -448,100 +388,24 @@ class RolloutController:
         self._unseen += len(group.failures)
         return True
 
-    async def _give_up(self, group: _Group, reason: str) -> None:
+    async def _give_up(self, group: Group, reason: str) -> None:
         logger.warning("group %s is given up: %s", group.group_id, reason)
         group.task_to_cancel = None
         await self._ledger.give_up(group.group_id, sorted(group.playing), reason)
         self.counters.record_abandoned(group.finished_lengths)
         self.counters.forget(group.group_id)
-        self._unseen += group.size - len(group.finished_lengths)
+        self._unseen += group.unfinished
 
-    async def _play_member(self, group: _Group, trajectory: Trajectory) -> None:
-        """Play until an attempt finishes. When none of them did, that is noted where partial groups are kept; else it
-        raises _MemberFailed, which ends the group."""
-        attempts = 1 + self.config.rollout.max_retries
-        for attempt in range(attempts):
-            if attempt:
-                trajectory = await self._another(group, attempt)
-            try:
-                await self._play(group.task, trajectory)
-            except ReplayDiverged as cause:
-                trajectory = await self._begin_anew(group, trajectory, str(cause))
-                await self._play(group.task, trajectory)
-            state = await self._ledger.finish(trajectory)
-            group.playing.discard(trajectory.trajectory_id)
-            gaps = self._ledger.lineage.gaps(self._version, trajectory.versions[trajectory.loss_mask])
-            self.counters.record(trajectory, gaps)
-            self._last_event = self._clock()
-            if state is not State.FAILED:
-                group.finished_lengths.append(trajectory.num_action_tokens)
-                self._last_success = self._clock()
-                self._unseen += 1
-                self._news.set()
-                return
-        reason = (
-            f"{attempts} attempts of one member failed (rollout.max_retries={attempts - 1}); the last one: "
-            f"{trajectory.info.get('ending')}: {trajectory.info.get('failure', trajectory.status)}"
-        )
-        if self.config.rollout.partial_groups == "drop":
+    async def _play_member(self, group: Group, trajectory: Trajectory) -> None:
+        """A member that used up its attempts is noted where partial groups are kept; else it ends the group."""
+        reason = await self._members.play(group, trajectory)
+        if not reason:
+            self._unseen += 1
+            self._news.set()
+        elif self.config.rollout.partial_groups == "drop":
             raise _MemberFailed(reason)
-        group.failures.append(reason)
-
-    async def _another(self, group: _Group, attempt: int) -> Trajectory:
-        """Another attempt of a member that failed, after a pause."""
-        self.counters.retried += 1
-        self._pausing += 1
-        try:
-            await asyncio.sleep(min(0.1 * 2**attempt, _LONGEST_RETRY_PAUSE_S))
-            trajectory = self._new_trajectory(group)
-            await self._ledger.start([trajectory])
-        finally:
-            self._pausing -= 1
-        return trajectory
-
-    async def _play(self, task: Task, trajectory: Trajectory) -> None:
-        async with self._slots:
-            origin = self._origins.pop(trajectory.trajectory_id, {})
-            progress = EpisodeProgress(floor=self._sampling_version(), lost=self._lost, origin=origin)
-            running = Running(progress, self._clock())
-            started = time.time()
-            self._live[trajectory.trajectory_id] = running
-            self._playing[trajectory.trajectory_id] = Played(trajectory, running.progress)
-            try:
-                await run_episode(
-                    self._pool,
-                    self._chat,
-                    self._source.environment(task),
-                    trajectory,
-                    self._limits,
-                    running.progress,
-                    self._count_tokens,
-                )
-            finally:
-                del self._live[trajectory.trajectory_id]
-                del self._playing[trajectory.trajectory_id]
-                self._record("episode", self._version, started)
-
-    def _lost(self, version: int) -> bool:
-        return self._ledger.lineage.lost(version, self._version)
-
-    def _count_tokens(self, count: int) -> None:
-        self.counters.add_tokens(count)
-        self._last_event = self._clock()
-
-    def _raise_if_hopeless(self) -> None:
-        """A run in which groups only fail ends with the reason, instead of going on in silence."""
-        silent = self._clock() - self._last_success
-        counters = self.counters
-        if (
-            counters.consecutive_abandoned >= _HOPELESS_GROUPS
-            and silent > self.config.rollout.turn_deadline_s
-        ):
-            raise RolloutFailure(
-                f"{counters.consecutive_abandoned} groups in a row were given up and no episode finished for "
-                f"{silent:.0f} s (rollout.turn_deadline_s={self.config.rollout.turn_deadline_s:g}). Failures by kind: "
-                f"{dict(counters.failed)}; the last one: {counters.last_failure}"
-            )
+        else:
+            group.failures.append(reason)
 
     # ------------------------------------------------------------------ watching
 
@@ -550,12 +414,12 @@ class RolloutController:
         patience = _SILENCE_S
         while True:
             self._report("running")
-            silent = self._clock() - self._last_event
+            silent = self._clock() - self._members.last_event
             if silent < _SILENCE_S:
                 patience = _SILENCE_S
             elif silent >= patience:
                 patience *= 2
-                line = describe_waiting(self._live.values(), self._clock(), self._waiting_for)
+                line = describe_waiting(self._members.live.values(), self._clock(), self._waiting_for)
                 logger.warning("nothing happened for %.0f s: %s", silent, line)
             await asyncio.sleep(_STATUS_S)
 
@@ -564,8 +428,8 @@ class RolloutController:
             return
         numbers = {
             **self.counters.as_dict(self._clock()),
-            "running": len(self._live),
-            "queued": sum(len(group.playing) for group in self._groups.values()) - len(self._live),
+            "running": len(self._members.live),
+            "queued": sum(len(group.playing) for group in self._groups.values()) - len(self._members.live),
             "groups_open": len(self._groups),
             "version": self._version,
             "engine_version": -1 if self._engines.version is None else self._engines.version,
@@ -573,10 +437,6 @@ class RolloutController:
             "written_down_tokens": self._streaming.tokens,
         }
         self._status.set(phase, self._waiting_for if phase == "running" else "", numbers)
-
-    def _record(self, stage: str, version: int, started: float) -> None:
-        if self._timeline is not None:
-            self._timeline.record(stage, version, started, time.time())
 
 
 def _admission(config: RunConfig) -> Admission:
@@ -595,34 +455,3 @@ def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first real exception inside nested groups."""
     first = errors.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-def main(config: RunConfig) -> int:
-    """`megatron-async rollout`: roll out against the engines of the run's folder until the run is finished.
-
-    SIGINT and SIGTERM stop it: running episodes are written down for the next rollout to go on with (with
-    `rollout.flush_s: 0` they are given up), finished ones are in the bank. Returns the exit code.
-    """
-    return asyncio.run(_main(config))
-
-
-async def _main(config: RunConfig) -> int:
-    read_roster(config.run_path)  # a run that nobody started has no engines, and no bank either: the first says more
-    with Bank.open(config.bank_url) as bank, hidden_credentials(config):  # the bank's own may be in the environment
-        await _roll_out(config, bank)
-    return 0
-
-
-async def _roll_out(config: RunConfig, bank: Bank) -> None:
-    chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
-    source = build_task_source(config.environment, "train", config.seed)
-    part = f"rollout-{config.rollout.process}" if config.rollout.process else "rollout"
-    status, timeline = StatusWriter(config.run_path, part), Timeline(config.run_path, part)
-    urls = await serving_engines(config.run_path, config.engines.start_deadline_s)
-    async with build_pool(config, urls) as pool, collecting_garbage.rarely():
-        controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, controller.stop, number.name)
-        await with_engines(pool, config.run_path, controller.run())
-    timeline.close()

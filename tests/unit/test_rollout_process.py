@@ -25,17 +25,10 @@ from megatron_async.config.schema import (
 )
 from megatron_async.errors import UserError
 from megatron_async.observe import read_evaluations, read_status, read_timeline
-from megatron_async.rollout import controller, evaluation
-from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
+from megatron_async.rollout import evaluation
+from megatron_async.rollout import process as rollout
 from megatron_async.trajectory import Status
 from tests.unit.scripted_engine import ScriptedEngine
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
-    return path
 
 
 def make_run(folder: Path, checkpoint: Path, urls: list[str], token_budget: int = 16) -> RunConfig:
@@ -55,12 +48,12 @@ def make_run(folder: Path, checkpoint: Path, urls: list[str], token_budget: int 
     return config
 
 
-def test_rollout_fills_the_bank_and_ends_with_the_run(tmp_path: Path, checkpoint: Path) -> None:
+def test_rollout_fills_the_bank_and_ends_with_the_run(tmp_path: Path, smallest_checkpoint: Path) -> None:
     async def scenario() -> RunConfig:
         async with ScriptedEngine(6) as engine:
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             with Bank.open(config.bank_url) as bank:
-                process = asyncio.create_task(controller._main(config))
+                process = asyncio.create_task(rollout.run(config))
                 while bank.counts()[State.FINISHED] < 4:
                     assert not process.done(), process.exception()
                     await asyncio.sleep(0.02)
@@ -79,13 +72,13 @@ def test_rollout_fills_the_bank_and_ends_with_the_run(tmp_path: Path, checkpoint
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_within_seconds_and_keeps_what_there_is(
-    tmp_path: Path, checkpoint: Path, number: signal.Signals
+    tmp_path: Path, smallest_checkpoint: Path, number: signal.Signals
 ) -> None:
     async def scenario() -> None:
         async with ScriptedEngine(1000, token_s=0.05) as engine:
-            config = make_run(tmp_path, checkpoint, [engine.url], token_budget=400)
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url], token_budget=400)
             with Bank.open(config.bank_url) as bank:
-                process = asyncio.create_task(controller._main(config))
+                process = asyncio.create_task(rollout.run(config))
                 while engine.running < 4:
                     assert not process.done(), process.exception()
                     await asyncio.sleep(0.02)
@@ -102,21 +95,21 @@ def test_a_signal_stops_it_within_seconds_and_keeps_what_there_is(
 
 def test_the_process_needs_no_torch() -> None:
     """It is started again after a kill, and there may be many: torch would cost each five seconds and 370 MB."""
-    code = "import sys, megatron_async.rollout.controller; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_async.rollout.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_without_engines_the_message_says_what_to_start(tmp_path: Path, checkpoint: Path) -> None:
-    config = replace(make_run(tmp_path, checkpoint, []), name="other")
+def test_without_engines_the_message_says_what_to_start(tmp_path: Path, smallest_checkpoint: Path) -> None:
+    config = replace(make_run(tmp_path, smallest_checkpoint, []), name="other")
     with pytest.raises(UserError, match="engines.json is missing: start the run with `launch`"):
-        controller.main(config)
+        rollout.main(config)
 
 
-def test_evaluate_adds_a_row(tmp_path: Path, checkpoint: Path) -> None:
+def test_evaluate_adds_a_row(tmp_path: Path, smallest_checkpoint: Path) -> None:
     async def scenario() -> RunConfig:
         async with ScriptedEngine(6) as engine:
             engine.version = 3
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             assert (
                 (await asyncio.to_thread(evaluation.evaluate_run, config)).episodes == 6
             )  # an event loop of its own, as the command

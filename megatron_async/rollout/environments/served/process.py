@@ -81,8 +81,8 @@ class EnvironmentProcess:
                 return self._answers(number)
             except (TimeoutError, BlockingIOError):  # the second: so many wait that no more may
                 self.kill(number, f"gave no sign of life for {ANSWER_S:g} s and was killed")
-            except OSError:  # it is gone, or about to be
-                pass
+            except OSError:
+                return False  # it is gone, or about to be
             return False
 
     def check_soon(self, number: int) -> None:
