@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 # Before torch or a tokenizer is imported anywhere: pools of threads on few cores slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,3 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def smallest_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that loads in no time, for tests in which no model speaks. Not to be written to."""
+    from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
+
+    path = tmp_path_factory.mktemp("smallest_checkpoint")
+    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
+    return path

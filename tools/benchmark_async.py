@@ -121,13 +121,18 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_work(parser)
+    parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "async_timeline.png")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/async.json and the picture")
+    return parser.parse_args()
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """The options that `measure` reads, and --balance."""
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with the desk's tokenizer")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--balance", type=float, default=0.8, help="seconds of an update per second of generation")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for one mode (%(default)s)")
-    parser.add_argument("--picture", type=Path, default=Path(tempfile.gettempdir()) / "async_timeline.png")
-    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/async.json and the picture")
-    return parser.parse_args()
 
 
 def say(text: str) -> None:

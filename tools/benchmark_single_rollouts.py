@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 
 from megatron_async.config.schema import BatchConfig
-from tools.benchmark_async import CONCURRENCY, MODES, Measured, measure, say, setting, told
+from tools.benchmark_async import CONCURRENCY, MODES, Measured, add_work, measure, say, setting, told
 from tools.benchmark_rows import Row, write_rows
 
 SHAPES = {"groups of 8": BatchConfig(groups=8, group_size=8), "single": BatchConfig(groups=64, group_size=1)}
@@ -40,10 +39,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory with the desk's tokenizer")
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--balance", type=float, default=0.8, help="seconds of an update per second of generation")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for one measurement (%(default)s)")
+    add_work(parser)
     parser.add_argument("--write", action="store_true", help="write rows of docs/benchmarks/sao.json")
     return parser.parse_args()
 

@@ -9,20 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from tests.faults.chaos_run import Plan, Run, Verdict, scripted, write_config
 from tests.faults.chaos_trainer import WEIGHTS
 
 STEPS = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
-    return path
 
 
 def check_verdict(verdict: Verdict, run: Path) -> None:
@@ -35,8 +25,8 @@ def check_verdict(verdict: Verdict, run: Path) -> None:
     assert len({name for step in trained for name in step}) == 4 * STEPS
 
 
-def test_a_run_under_fire_loses_nothing(model: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, model, steps=STEPS, engines={"count": 1})
+def test_a_run_under_fire_loses_nothing(smallest_checkpoint: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, smallest_checkpoint, steps=STEPS, engines={"count": 1})
     kinds = ("rollout", "stand_in", "engine")
     plan = Plan(kinds, scripted(stand_in=True), hits=3, seed=3, in_turn=True, calm_s=(0.0, 0.3))
     verdict = Run(config, plan).play()

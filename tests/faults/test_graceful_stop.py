@@ -21,7 +21,6 @@ from megatron_async.bank import Bank, Step
 from megatron_async.config import load
 from megatron_async.config.schema import RunConfig
 from megatron_async.observe import RunFiles
-from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from megatron_async.stopping import newest_checkpoint
 from tests.faults.chaos_run import MARK, scripted, write_config
 from tests.faults.chaos_trainer import UPDATE_VARIABLE, WEIGHTS
@@ -29,13 +28,6 @@ from tools.benchmark_rows import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 DEADLINE_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
-    return path
 
 
 @contextmanager
@@ -104,10 +96,10 @@ def stop_in_a_step(path: Path, config: RunConfig, stand_in: bool, after: int, up
     return len(steps)
 
 
-def test_the_first_ctrl_c_ends_the_step_and_a_resume_repeats_none(model: Path, tmp_path: Path) -> None:
+def test_the_first_ctrl_c_ends_the_step_and_a_resume_repeats_none(smallest_checkpoint: Path, tmp_path: Path) -> None:
     """Checkpoints are due after every fifth step only: the one that was made is the stop's."""
     path = write_config(
-        tmp_path, model, steps=5, engines={"count": 1}, checkpoint={"every": 5}, evaluation={"tasks": 2}
+        tmp_path, smallest_checkpoint, steps=5, engines={"count": 1}, checkpoint={"every": 5}, evaluation={"tasks": 2}
     )
     config = load(path, [])
     done = stop_in_a_step(path, config, stand_in=True, after=1, update_s=0.7)
@@ -124,8 +116,8 @@ def test_the_first_ctrl_c_ends_the_step_and_a_resume_repeats_none(model: Path, t
         assert [version.step for version in bank.versions()[1:]] == list(range(5))  # no step twice
 
 
-def test_the_second_ctrl_c_ends_everything_now(model: Path, tmp_path: Path) -> None:
-    path = write_config(tmp_path, model, steps=5, engines={"count": 1}, evaluation={"tasks": 2})
+def test_the_second_ctrl_c_ends_everything_now(smallest_checkpoint: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path, smallest_checkpoint, steps=5, engines={"count": 1}, evaluation={"tasks": 2})
     with launched(path, stand_in=True, update_s=600.0) as job:
         wait_until(in_step(load(path, []), 0), job)
         job.send_signal(signal.SIGINT)
@@ -141,10 +133,11 @@ def test_the_second_ctrl_c_ends_everything_now(model: Path, tmp_path: Path) -> N
     print(f"ended after {took:.1f} s")
 
 
-def test_real_trainer_ranks_end_their_step_and_go_on_with_the_next(model: Path, tmp_path: Path) -> None:
+def test_real_trainer_ranks_end_their_step_and_go_on_with_the_next(smallest_checkpoint: Path, tmp_path: Path) -> None:
     path = write_config(
-        tmp_path, model, steps=6, engines={"count": 1}, checkpoint={"every": 100}, layout={"world_size": 2}
-    )
+        tmp_path, smallest_checkpoint, steps=6, engines={"count": 1}, checkpoint={"every": 100},
+        layout={"world_size": 2},
+    )  # fmt: skip
     config = load(path, [])
     done = stop_in_a_step(path, config, stand_in=False, after=2)
     with launched(path, stand_in=False) as job:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bank_support import check_consistent, close_view
 from tests.postgresql_server import PostgreSQLServer, why_unavailable
 
 
@@ -34,3 +35,12 @@ def new_bank_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
 @pytest.fixture
 def bank_url(new_bank_url: Callable[[], str]) -> str:
     return new_bank_url()
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> Iterator[str]:
+    """Of an SQLite bank that is empty, and found consistent after the test."""
+    url = f"sqlite:///{tmp_path / 'bank.sqlite'}"
+    yield url
+    check_consistent(url)
+    close_view(url)

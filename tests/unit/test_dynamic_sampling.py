@@ -17,23 +17,15 @@ from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.rollout.environments.base import Task
 from megatron_async.training.metrics import filter_metrics
 from megatron_async.trajectory import Trajectory
-from tests.bank_support import check_consistent, close_view, collect, states
+from tests.bank_support import collect, states
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.scripted_rollout import ScriptedEnvironment, ScriptedSource
 from tests.unit.test_rollout_controller import make_config, open_bank, play
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    address = f"sqlite:///{tmp_path / 'bank.sqlite'}"
-    yield address
-    check_consistent(address)
-    close_view(address)
-
-
-@pytest.fixture
-def bank(url: str) -> Iterator[Bank]:
-    with Bank.open(url) as opened:
+def bank(sqlite_url: str) -> Iterator[Bank]:
+    with Bank.open(sqlite_url) as opened:
         yield opened
 
 
@@ -48,11 +40,11 @@ def groups_of(batch: list[Trajectory] | None) -> list[str] | None:
     return None if batch is None else list(dict.fromkeys(t.group_id for t in batch))
 
 
-def test_groups_without_variance_are_filtered_and_later_ones_take_their_place(bank: Bank, url: str) -> None:
+def test_groups_without_variance_are_filtered_and_later_ones_take_their_place(bank: Bank, sqlite_url: str) -> None:
     collect_rewards(bank, a=(1, 1), b=(0, 1), c=(0, 0), d=(1, 0), e=(0.5, 0.5))
     batch = bank.take_batch(0, 2, 2, 0, max_filtered=9)
     assert groups_of(batch) == ["b", "d"]
-    found = states(url)
+    found = states(sqlite_url)
     assert {found[name] for name in ("a.0", "a.1", "c.0", "c.1")} == {"filtered"}
     assert found["e.0"] == "finished"  # the batch was full before it was looked at
     assert bank.filtered(0) == Filtered(groups=2, reward_sum=1.0)
@@ -74,11 +66,13 @@ def test_without_a_cap_given_groups_are_taken_as_they_come(bank: Bank) -> None:
     assert bank.filtered(0) == Filtered()
 
 
-def test_an_endless_stream_of_equal_rewards_ends_at_the_cap_over_calls_and_restarts(bank: Bank, url: str) -> None:
+def test_an_endless_stream_of_equal_rewards_ends_at_the_cap_over_calls_and_restarts(
+    bank: Bank, sqlite_url: str
+) -> None:
     """Field bug 34."""
     collect_rewards(bank, a=(1, 1), b=(1, 1))
     assert bank.take_batch(0, 2, 2, 0, max_filtered=3) is None  # both filtered, nothing is left
-    with Bank.open(url) as restarted:
+    with Bank.open(sqlite_url) as restarted:
         restarted.rollback_uncommitted()
         collect_rewards(restarted, c=(1, 1), d=(1, 1), e=(1, 1))
         batch = restarted.take_batch(0, 2, 2, 0, max_filtered=3)
@@ -105,18 +99,18 @@ def test_filtered_members_give_their_places_back(bank: Bank) -> None:
     assert bank.admitted().accepted == 2
 
 
-def test_what_is_too_old_is_stale_and_not_filtered(bank: Bank, url: str) -> None:
+def test_what_is_too_old_is_stale_and_not_filtered(bank: Bank, sqlite_url: str) -> None:
     bank.record_version(1, 0)
     collect_rewards(bank, version=0, old=(1, 1))
     collect_rewards(bank, version=1, a=(0, 0), b=(0, 1))
     batch = bank.take_batch(0, 1, 2, min_updates=1, max_filtered=5)
     assert groups_of(batch) == ["b"]
     assert min(int(t.min_version or 0) for t in batch or []) == 1
-    assert Counter(states(url).values()) == {"stale": 2, "filtered": 2, "reserved": 2}
+    assert Counter(states(sqlite_url).values()) == {"stale": 2, "filtered": 2, "reserved": 2}
     assert bank.filtered(0).groups == 1
 
 
-def test_a_resume_takes_the_same_batch_and_nothing_filtered_comes_back(bank: Bank, url: str) -> None:
+def test_a_resume_takes_the_same_batch_and_nothing_filtered_comes_back(bank: Bank, sqlite_url: str) -> None:
     collect_rewards(bank, a=(1, 1), b=(0, 1), c=(0, 1))
     first = bank.take_batch(0, 1, 2, 0, max_filtered=5)
     bank.rollback_uncommitted()
@@ -125,15 +119,15 @@ def test_a_resume_takes_the_same_batch_and_nothing_filtered_comes_back(bank: Ban
     bank.commit_step(0, 0, 1)
     bank.rollback_uncommitted(checkpoint_step=-1)  # a checkpoint from before the step
     assert bank.take_batch(0, 1, 2, min_updates=1, max_filtered=0) == first
-    assert {name for name, state in states(url).items() if state == "filtered"} == {"a.0", "a.1"}
+    assert {name for name, state in states(sqlite_url).items() if state == "filtered"} == {"a.0", "a.1"}
     assert bank.filtered(0).groups == 1  # so that the step's metrics say the same again
 
 
-def test_a_closed_group_of_one_has_no_variance(bank: Bank, url: str) -> None:
+def test_a_closed_group_of_one_has_no_variance(bank: Bank, sqlite_url: str) -> None:
     collect_rewards(bank, a=(1,), b=(0, 1))
     bank.close_group("a", keep=True)
     assert groups_of(bank.take_batch(0, 1, 2, 0, max_filtered=1)) == ["b"]
-    assert states(url)["a.0"] == "filtered"
+    assert states(sqlite_url)["a.0"] == "filtered"
 
 
 def test_metrics_name_the_filtered_and_whether_the_cap_was_reached() -> None:

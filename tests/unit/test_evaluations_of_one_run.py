@@ -12,24 +12,18 @@ from megatron_async import launch
 from megatron_async.claim import InUse, held
 from megatron_async.observe import RunFiles, read_evaluations
 from megatron_async.rollout import evaluation
-from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
 from megatron_async.supervise import PartFailed
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.test_rollout_process import make_run
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    write_tiny_checkpoint(path, seed=0, shape=TinyShape(hidden=8, layers=1, experts=2, expert_hidden=8))
-    return path
-
-
-def test_a_second_evaluation_is_refused_and_the_first_is_not_disturbed(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_second_evaluation_is_refused_and_the_first_is_not_disturbed(
+    tmp_path: Path, smallest_checkpoint: Path
+) -> None:
     async def scenario() -> None:
         async with ScriptedEngine(6) as engine:
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             outcomes = await asyncio.gather(
                 *(asyncio.to_thread(evaluation.evaluate_run, config) for _ in range(3)), return_exceptions=True
             )
@@ -42,10 +36,10 @@ def test_a_second_evaluation_is_refused_and_the_first_is_not_disturbed(tmp_path:
     asyncio.run(scenario())
 
 
-def test_a_job_goes_on_beside_the_evaluation_of_a_command(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_job_goes_on_beside_the_evaluation_of_a_command(tmp_path: Path, smallest_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with ScriptedEngine(6) as engine:
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             results = RunFiles(config.run_path).evaluation
             with held(results / evaluation.JOURNAL_CLAIM, "", "", ""):
                 with pytest.raises(InUse, match=r"another evaluation writes to .*process \d+ runs there"):
@@ -58,7 +52,7 @@ def test_a_job_goes_on_beside_the_evaluation_of_a_command(tmp_path: Path, checkp
 
 
 def test_files_that_fail_cost_a_job_the_evaluation_alone(
-    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, smallest_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -68,7 +62,7 @@ def test_files_that_fail_cost_a_job_the_evaluation_alone(
 
     async def scenario() -> None:
         async with ScriptedEngine(6) as engine:
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             journal = RunFiles(config.run_path).evaluation / "under_way"
             journal.parent.mkdir()
             journal.write_text("a file where the journal's folder should be")
@@ -87,15 +81,15 @@ def test_files_that_fail_cost_a_job_the_evaluation_alone(
     assert "the evaluation after 3 steps failed" in told and "the evaluation after 4 steps failed" in told
 
 
-def test_results_say_which_weights_were_evaluated(tmp_path: Path, checkpoint: Path) -> None:
+def test_results_say_which_weights_were_evaluated(tmp_path: Path, smallest_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with ScriptedEngine(6) as engine:
             engine.version = 3
-            config = make_run(tmp_path, checkpoint, [engine.url])
+            config = make_run(tmp_path, smallest_checkpoint, [engine.url])
             await asyncio.to_thread(evaluation.evaluate_run, config)
             (row,) = read_evaluations(config.run_path)
             subject = row["subject"]
-            assert (subject["kind"], subject["place"], row["versions"]) == ("engines", str(checkpoint), [3, 3])
+            assert (subject["kind"], subject["place"], row["versions"]) == ("engines", str(smallest_checkpoint), [3, 3])
             assert subject["digest"] and subject["sampling"]["temperature"] == 1.0
             assert subject["limits"] == {"max_turns": 3, "max_tokens": 512}
             json.dumps(row, allow_nan=False)

@@ -82,15 +82,19 @@ def test_a_trainer_that_ends_is_started_again_with_a_new_rollout_after_it(tmp_pa
     assert restarts(config) == [("trainer", 7)]
 
 
-def test_a_rollout_that_ends_is_started_again_alone(tmp_path: Path) -> None:
-    config = make(tmp_path)
-    # The trainer is done when the second rollout runs.
-    (tmp_path / "notes").touch()
-    waits = f"until [ $(grep -c rollout {tmp_path}/notes) -ge 2 ]; do sleep 0.02; done"
-    trainer = Part("trainer", ["sh", "-c", waits], tmp_path / "trainer.log")
+def until_two_rollouts(config: RunConfig, folder: Path, ends_with: str) -> None:
+    """The first rollout ends; the trainer is done when the second one runs."""
+    (folder / "notes").touch()
+    waits = f"until [ $(grep -c rollout {folder}/notes) -ge 2 ]; do sleep 0.02; done"
+    trainer = Part("trainer", ["sh", "-c", waits], folder / "trainer.log")
     parts: list[Part] = []
     with supervised(parts):
-        Roles(config, [trainer], actor(tmp_path, "rollout", "5", "stay"), parts).run()
+        Roles(config, [trainer], actor(folder, "rollout", ends_with, "stay"), parts).run()
+
+
+def test_a_rollout_that_ends_is_started_again_alone(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    until_two_rollouts(config, tmp_path, "5")
     assert (tmp_path / "notes").read_text().split() == ["rollout", "rollout"]
     assert restarts(config) == [("rollout", 5)]
 
@@ -139,12 +143,7 @@ def test_what_never_trained_a_step_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_rollout_that_was_told_to_stop_by_somebody_else_is_started_again(tmp_path: Path) -> None:
     """SIGTERM ends it with exit code 0, at any step; without another one the trainer would wait for a batch in vain."""
     config = make(tmp_path, steps=0)
-    (tmp_path / "notes").touch()
-    waits = f"until [ $(grep -c rollout {tmp_path}/notes) -ge 2 ]; do sleep 0.02; done"
-    trainer = Part("trainer", ["sh", "-c", waits], tmp_path / "trainer.log")
-    parts: list[Part] = []
-    with supervised(parts):
-        Roles(config, [trainer], actor(tmp_path, "rollout", "0", "stay"), parts).run()
+    until_two_rollouts(config, tmp_path, "0")
     assert restarts(config) == [("rollout", 0)]
 
 

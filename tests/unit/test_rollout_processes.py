@@ -31,14 +31,6 @@ def url(bank_url: str) -> Iterator[str]:
     close_view(bank_url)
 
 
-@pytest.fixture
-def sqlite_url(tmp_path: Path) -> Iterator[str]:
-    url = f"sqlite:///{tmp_path}/bank.sqlite"
-    yield url
-    check_consistent(url)
-    close_view(url)
-
-
 class Fleet:
     """Rollout processes of one bank in one event loop, each with a bank and a pool of its own."""
 
