@@ -350,14 +350,13 @@ class Publisher:
         calls = [self._calls.post(client, "/update_weights_from_distributed", body) for client in self._calls.clients]
         limit = time.monotonic() + self.deadline_s
         try:
-            work = group.broadcast(bucket.flat)
-            while not work.is_completed():
+            group.broadcast(bucket.flat)
+            while not group.sent():
                 if time.monotonic() > limit:
                     raise RuntimeError(f"the broadcast took longer than {self.deadline_s:g} s")
                 if any(call.done() and call.exception() is not None for call in calls):
                     raise RuntimeError("an engine gave up")
                 time.sleep(_POLL_S)
-            work.wait()
         except RuntimeError as error:
             self._fail("receive a bucket", calls, error)
         return calls

@@ -41,6 +41,7 @@ class WeightGroup:
             master_listen_fd=listener.detach(),
         )
         self._group: dist.ProcessGroup | None = None
+        self._sending: dist.Work | None = None
 
     @property
     def device(self) -> torch.device:
@@ -65,15 +66,29 @@ class WeightGroup:
         here = {key.rsplit("/", 1)[-1] for key in self._store.list_keys()}
         return [rank for rank in range(1, self.world_size) if str(rank) not in here]
 
-    def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Begin sending ``tensor`` to every peer."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Begin sending ``tensor`` to every peer; the one before must have been ``sent``.
+
+        Torch's handle stays in here: whoever held one, be it by the traceback of an error, would keep the connections
+        open after ``close``, and peers waiting in them.
+        """
         if self._group is None:
             raise RuntimeError("broadcast before join")
-        return self._group.broadcast(tensor, 0)
+        self._sending = self._group.broadcast(tensor, 0)
+
+    def sent(self) -> bool:
+        """Whether every peer was served; raises torch's ``DistError`` (a ``RuntimeError``) when one was not."""
+        if self._sending is None or not self._sending.is_completed():
+            return self._sending is None
+        try:
+            self._sending.wait()
+        finally:
+            self._sending = None
+        return True
 
     def close(self) -> None:
         """Leave the group. Peers that still wait in it see the connection break."""
-        group, self._group, self._store = self._group, None, None
+        group, self._group, self._store, self._sending = self._group, None, None, None
         if group is not None:
             dist.destroy_process_group(group)
 
