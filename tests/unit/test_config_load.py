@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.config import ConfigError, dump, from_dict, load, methods, schema
@@ -183,6 +183,7 @@ def test_numbers_are_read_as_people_write_them():
     name=st.sampled_from(sorted(methods.METHODS)),
     arguments=st.lists(st.text(max_size=8), max_size=3),
 )
+@settings(max_examples=40)
 def test_dump_and_load_are_inverse(lr, groups, low, high, name, arguments):
     objective = {"name": name, "mask_low": low, "mask_high": high}
     data = {**MINIMAL, "optimizer": {"lr": lr}, "batch": {"groups": groups}, "objective": objective}

@@ -69,10 +69,11 @@ def test_names_are_those_of_the_published_index(model):
 
 LAYOUTS = [
     ("qwen3_4b", {"world_size": 8, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, 8),
-    (
+    pytest.param(
         "qwen3_30b_a3b",
         {"world_size": 16, "tensor_model_parallel_size": 4, "expert_model_parallel_size": 8},
         8,
+        marks=pytest.mark.slow,
     ),
     (
         "qwen3_30b_a3b",

@@ -56,7 +56,7 @@ def pair(
     highest=st.integers(1, 32),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_both_backends_write_the_same_record_and_step_both_ways(
     dtype: torch.dtype, count: int, share: float, highest: int, seed: int
 ) -> None:

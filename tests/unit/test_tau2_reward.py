@@ -99,7 +99,7 @@ def test_fingerprints_equal_exactly_when_the_benchmarks_hashes_are() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("airline", (19, 50)),
+        pytest.param("airline", (19, 50), marks=pytest.mark.slow),
         pytest.param("retail", (7, 114), marks=pytest.mark.slow),
         pytest.param("telecom", (0, 114), marks=pytest.mark.slow),
     ],

@@ -113,7 +113,7 @@ def test_any_text_survives(chat: ChatFormat, text: str) -> None:
 
 
 def test_demonstrations_are_short_masked_and_mixed(chat: ChatFormat) -> None:
-    pairs = build_demonstrations(EnvironmentConfig(), 300, 5, chat)
+    pairs = build_demonstrations(EnvironmentConfig(), 100, 5, chat)
     lengths = [len(ids) for ids, _ in pairs]
     assert statistics.mean(lengths) < 100
     assert max(lengths) < 160
@@ -126,7 +126,7 @@ def test_demonstrations_are_short_masked_and_mixed(chat: ChatFormat) -> None:
         assert turns.count("<|im_end|>") == sum(
             action and token == chat.turn_end_id for token, action in zip(ids, mask, strict=True)
         )
-    assert pairs == demonstrations(300, 5, chat)
+    assert pairs == demonstrations(100, 5, chat)
     assert pairs[:20] != demonstrations(20, 6, chat)
 
 
