@@ -18,7 +18,7 @@ from megatron_async import __version__
 from megatron_async.config import check, dump, load
 from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError, leave_message
+from megatron_async.errors import MissingHere, UserError, leave_message
 from megatron_async.supervise import PART_VARIABLE, end_with_parent
 
 EXIT_USER_ERROR = 2
@@ -41,6 +41,13 @@ def _configuration(
 
 
 def _dry_run(config: RunConfig) -> int:
+    from megatron_async import task_checks
+
+    try:
+        task_checks.training_tasks(config)
+        task_checks.heldout_tasks(config)
+    except MissingHere as missing:  # plans are made anywhere
+        print(f"warning: environment: its tasks are not checked: {missing}", file=sys.stderr)  # noqa: T201
     print(dump(config))  # noqa: T201
     print(describe(config))  # noqa: T201
     return 0

@@ -18,6 +18,10 @@ class UserError(Exception):
     """Something outside the program is wrong; the message says what, with the values, and how to mend it."""
 
 
+class MissingHere(UserError):
+    """A package, an interpreter or a variable is missing on this machine; where the job runs it may be there."""
+
+
 class PartnerGone(UserError):
     """Another part of the run ended or fell silent, which ended this one: nothing that this one's user has to mend, so
     that both may be started again."""

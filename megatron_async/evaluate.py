@@ -26,6 +26,7 @@ from megatron_async.rollout.chat_endpoint import EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
 from megatron_async.supervise import PartFailed, StopRequested, stop_on_signals
+from megatron_async.task_checks import heldout_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class EvaluatedPolicy:
 
 def main(config: RunConfig, policy: EvaluatedPolicy = EvaluatedPolicy()) -> int:
     """Evaluate, print the page, keep it; returns the exit code. Raises UserError for what the user can mend."""
-    launch.check_environment(config)
+    heldout_tasks(config)
     try:
         with stop_on_signals():
             if policy.of_the_run:

@@ -30,7 +30,6 @@ from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
 from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
-from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.rollout.evaluation_statistics import EvaluationResult
 from megatron_async.router import router
@@ -45,6 +44,7 @@ from megatron_async.supervise import (
     supervised,
     watch,
 )
+from megatron_async.task_checks import heldout_tasks, training_tasks
 from sglang_bridge import BridgeError
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,10 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     address: where other machines reach this one; found if not given.
     Raises UserError for what the user can mend.
     """
-    # Both would be found out half a minute later, when the engines have started.
+    # All this would be found out half a minute later, when the engines have started.
     ChatFormat(config.model.path, config.rollout.chat_template_options)
-    check_environment(config)
+    heldout_tasks(config)
+    training_tasks(config)
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=resume)
         try:
@@ -78,22 +79,10 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     return 0
 
 
-def check_environment(config: RunConfig) -> None:
-    """Raises UserError for an environment or an option of it that does not exist, or more tasks than it holds out."""
-    try:
-        heldout = build_task_source(config.environment, "heldout", config.seed)
-    except ValueError as error:
-        raise UserError(f"environment: {error}") from error
-    if heldout.size is not None and heldout.size < config.evaluation.tasks:
-        raise UserError(
-            f"evaluation.tasks: {config.evaluation.tasks}, but environment {config.environment.name} holds out "
-            f"{heldout.size}; lower it"
-        )
-
-
 def sft(config: RunConfig, *, fresh: bool = False) -> int:
     """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
-    check_environment(config)
+    heldout_tasks(config)
+    training_tasks(config)
     wanted, needed = config.warm_start.demonstrations, config.batch.trajectories
     if wanted < needed:
         raise UserError(

@@ -52,6 +52,10 @@ class EndpointOptions:
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
 
+class KeyNotSet(ValueError):
+    """The environment variable that is to hold the key is not set."""
+
+
 class EndpointError(RuntimeError):
     """No usable answer: the message has the endpoint, the number of attempts and the last failure."""
 
@@ -96,7 +100,7 @@ class ChatEndpoint:
     """
 
     def __init__(self, options: EndpointOptions) -> None:
-        """Raises ValueError when the environment variable with the key is named but not set."""
+        """Raises KeyNotSet when the environment variable with the key is named but not set."""
         self.options = options
         self.failures = 0
         self.unanswered = 0
@@ -105,7 +109,7 @@ class ChatEndpoint:
         if options.api_key_env:
             key = os.environ.get(options.api_key_env)
             if not key:
-                raise ValueError(
+                raise KeyNotSet(
                     f"the environment variable {options.api_key_env} (api_key_env) is not set"
                 )
             self._headers["Authorization"] = f"Bearer {key}"

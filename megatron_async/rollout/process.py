@@ -13,8 +13,8 @@ from megatron_async.rollout import collecting_garbage
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.engines import build_pool, serving_engines, with_engines
-from megatron_async.rollout.environments import build_task_source
 from megatron_async.roster import read_roster
+from megatron_async.task_checks import training_tasks
 
 
 def main(config: RunConfig) -> int:
@@ -35,7 +35,7 @@ async def run(config: RunConfig) -> int:
 
 async def _roll_out(config: RunConfig, bank: Bank) -> None:
     chat = ChatFormat(config.model.path, config.rollout.chat_template_options)
-    source = build_task_source(config.environment, "train", config.seed)
+    source = training_tasks(config)
     part = f"rollout-{config.rollout.process}" if config.rollout.process else "rollout"
     status, timeline = StatusWriter(config.run_path, part), Timeline(config.run_path, part)
     urls = await serving_engines(config.run_path, config.engines.start_deadline_s)

@@ -15,6 +15,7 @@ from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from tests.unit.configs import make_checkpoint, write_config
+from tests.unit.tau2_support import requires_tau2
 
 COMMANDS = ["launch", "train", "rollout", "serve", "sft", "evaluate", "doctor", "inspect", "report"]
 
@@ -94,6 +95,42 @@ def test_what_would_fail_after_the_engines_started_is_found_before(tmp_path, cap
     monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path, options: None)
     arguments = ["launch", "--config", str(write_config(tmp_path)), "--set", "environment.name=desk"]
     assert cli.main([*arguments, "--set", override]) == 2
+    assert words in capsys.readouterr().err
+
+
+@requires_tau2
+@pytest.mark.parametrize("command", [["launch"], ["launch", "--dry-run"], ["sft"]])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("train_split: test", "40 of 40 training tasks (train_split: test) are evaluation tasks"),
+        ("exclude_splits: [train]", "no training tasks are left of train after exclude_splits"),
+    ],
+)
+def test_training_tasks_are_refused_before_anything_starts(tmp_path, capsys, monkeypatch, command, options, words):
+    monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path, options: None)
+    chosen = f"environment.options={{domain: telecom, user: {{kind: scripted}}, {options}}}"
+    arguments = ["--config", str(write_config(tmp_path)), "--set", "environment.name=tau2", "--set", chosen]
+    assert cli.main([*command, *arguments, "--set", "evaluation.tasks=10"]) == 2
+    assert f"environment: tau2: {words}" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("environment={name: not_here.tasks:build}", "needs the module not_here, which this Python does not find"),
+        ("environment={name: tau2, options: {python: /not/here}}", "'/not/here': no such interpreter"),
+    ],
+)
+def test_a_plan_is_made_where_the_environment_is_not_installed(tmp_path, capsys, monkeypatch, override, words):
+    """A launch there is refused."""
+    monkeypatch.setattr("megatron_async.launch.ChatFormat", lambda path, options: None)
+    arguments = ["launch", "--config", str(write_config(tmp_path)), "--set", override]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    warning = capsys.readouterr().err
+    assert "warning: environment: its tasks are not checked: " in warning and words in warning
+    assert cli.main(arguments) == 2
     assert words in capsys.readouterr().err
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async.errors import UserError
+from megatron_async.errors import MissingHere
 from megatron_async.rollout.environments import bfcl_bounds
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Split, Start, Step, Task
 
@@ -46,7 +46,7 @@ _CHECKS = "bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker"
 _BACKENDS = "bfcl_eval.constants.executable_backend_config"
 
 
-class BfclNotInstalled(UserError):
+class BfclNotInstalled(MissingHere):
     """The benchmark's package is missing."""
 
 

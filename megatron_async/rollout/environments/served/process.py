@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import megatron_async
-from megatron_async.errors import UserError
+from megatron_async.errors import MissingHere
 from megatron_async.rollout.environments.base import EnvironmentFailure
 from megatron_async.rollout.environments.served.protocol import encode
 
@@ -38,9 +38,9 @@ class EnvironmentProcess:
     """One process of environments, started when first needed."""
 
     def __init__(self, python: str) -> None:
-        """python: path of the interpreter. Raises UserError when there is none."""
+        """python: path of the interpreter. Raises MissingHere when there is none."""
         if shutil.which(python) is None:
-            raise UserError(f"environment.options.python={python!r}: no such interpreter")
+            raise MissingHere(f"environment.options.python={python!r}: no such interpreter")
         self.python = python
         self._folder = Path(tempfile.mkdtemp(prefix="environments-"))  # mode 0700
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)

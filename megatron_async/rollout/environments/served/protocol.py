@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_async.errors import UserError
+from megatron_async.errors import MissingHere, UserError
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     EnvironmentFailure,
@@ -32,6 +32,7 @@ LINE_LIMIT = 64 * 2**20
 
 _ERRORS: dict[str, type[Exception]] = {
     "environment_failure": EnvironmentFailure,
+    "missing_here": MissingHere,
     "user": UserError,
     "value": ValueError,
     "index": IndexError,
@@ -56,6 +57,7 @@ def failure(error: Exception) -> dict[str, Any]:
     """The answer that raises `error` on the other side."""
     kinds = (
         ("environment_failure", EnvironmentFailure),
+        ("missing_here", MissingHere),
         ("user", UserError),
         ("index", IndexError),
         ("value", ValueError),

