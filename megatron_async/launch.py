@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_async import config as configuration
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, PUBLISHED, RESUMING, TRAINING
 from megatron_async.claim import CLAIM_FILE, InUse, claimed
@@ -63,9 +64,10 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     # All this would be found out half a minute later, when the engines have started.
     ChatFormat(config.model.path, config.rollout.chat_template_options)
     heldout_tasks(config)
-    training_tasks(config)
+    tasks = training_tasks(config)
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=resume)
+        training_record.begin(config, training_record.REINFORCED, tasks)
         try:
             with stop_on_signals():
                 _run(config, files, address)
@@ -82,7 +84,7 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
 def sft(config: RunConfig, *, fresh: bool = False) -> int:
     """The warm start alone: the trainer ranks under torchrun, watched; returns the exit code."""
     heldout_tasks(config)
-    training_tasks(config)
+    tasks = training_tasks(config)
     wanted, needed = config.warm_start.demonstrations, config.batch.trajectories
     if wanted < needed:
         raise UserError(
@@ -91,6 +93,7 @@ def sft(config: RunConfig, *, fresh: bool = False) -> int:
         )
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=None)
+        training_record.begin(config, training_record.WARM_START, tasks)
         part = Part("warm start", trainer_command(config, str(files.config), "sft"), files.logs / "sft.log")
         return _watched([part], "warm start", "action_loss", config, files.checkpoint)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_async import config as configuration
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, RESUMING
 from megatron_async.config import load
@@ -35,7 +36,12 @@ def run(recorded: Path, name: str, overrides: Sequence[str], *, fresh: bool = Fa
     overrides: options that differ from the recorded run's, as KEY=VALUE. Raises UserError for what cannot be replayed.
     """
     config, source = prepare(recorded, name, overrides)
-    return train_alone(config, lambda files: record(source, config, files), fresh=fresh)
+
+    def fill(files: RunFiles) -> None:
+        record(source, config, files)
+        record_training(recorded, config)
+
+    return train_alone(config, fill, fresh=fresh)
 
 
 def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunConfig, str]:
@@ -71,6 +77,19 @@ def prepare(recorded: Path, name: str, overrides: Sequence[str]) -> tuple[RunCon
     if not steps:
         raise UserError(f"{recorded} has recorded no training step yet")
     return dataclasses.replace(config, steps=min(config.steps, steps)), url
+
+
+def record_training(recorded: Path, config: RunConfig) -> None:
+    """Write what a replay trains on: what the recorded run did, from the checkpoint that the replay begins with.
+
+    Raises UserError for a record that is damaged.
+    """
+    known = training_record.read(recorded)
+    if known is None:  # of an earlier release
+        training_record.begin(config, training_record.REINFORCED, None)
+        return
+    earlier = training_record.read(Path(config.model.path)) or []
+    training_record.write(config.run_path, [*earlier, *known])
 
 
 def _recorded_bank(url: str, recorded: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from megatron_async import training_record
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy, TrainStepResult
@@ -33,6 +34,9 @@ def main(config: RunConfig) -> int:
         else:
             _train(policy, batches, config, None)
         policy.save_hf(output_path(config))
+        if dist.get_rank() == 0:
+            training_record.begin_if_missing(config, training_record.WARM_START)
+            training_record.carry(config.run_path, output_path(config))
     finally:
         platform.shutdown()
     return 0

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
+from megatron_async import training_record
 from megatron_async.config.schema import LayoutConfig, ModelConfig, TrainerConfig
 from megatron_async.engine import checkpoint, platform
 from megatron_async.engine.model import DTYPES
@@ -54,6 +55,8 @@ def to_hf(source: Path, out: Path, model: Path | None, layout: LayoutConfig) -> 
     checkpoint.check_fingerprint(policy, generation.model, source)
     checkpoint.load_weights(policy, generation.weights)
     policy.save_hf(out)
+    if dist.get_rank() == 0:
+        training_record.carry(source.parent.parent, out)
 
 
 def from_hf(source: Path, out: Path, dtype: str | None, layout: LayoutConfig) -> None:

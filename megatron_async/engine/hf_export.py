@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_async import training_record
 from megatron_async.engine.gather import all_gather_json
 from megatron_async.engine.hf_reader import INDEX_FILE, SINGLE_FILE
 from megatron_async.engine.hf_weights import Index, NameTable, Piece, Row, WeightMismatch
@@ -180,12 +181,13 @@ class CheckpointWriter:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _copy_companions(self) -> None:
-        """Configuration (with the dtype that was written), tokenizer, templates: all but weights."""
+        """Configuration (with the dtype that was written), tokenizer, templates: all but weights, and what those were
+        trained on, since these were trained further."""
         for file in sorted(self._source.iterdir()):
             is_weights = (
                 file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name == INDEX_FILE
             )
-            if file.is_file() and not is_weights and file.name != "config.json":
+            if file.is_file() and not is_weights and file.name not in ("config.json", training_record.FILE):
                 shutil.copy2(file, self._partial / file.name)
         config = json.loads((self._source / "config.json").read_text())
         config.pop("torch_dtype", None)

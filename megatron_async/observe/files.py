@@ -13,6 +13,7 @@ runs/<name>/
   engines.json         the engines, and which of them serve
   .engine_key          what they ask for, where others could reach them
   bank.sqlite          trajectories, versions, steps
+  trained_on.json      what the policy was trained on, also before this run; beside the weights of every export too
   checkpoint/          final policy in Hugging Face format
   critic/              final critic, as a token classifier in Hugging Face format, where there is one
   critic_link.json     where the trainer meets a critic on ranks of its own

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_async import training_record
 from megatron_async.claim import held
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
@@ -105,7 +106,7 @@ async def evaluate(
     result = summarise(groups, samples, failures, time.monotonic() - started)
     result = replace(
         result,
-        labels={**result.labels, **labels_of(task_source)},
+        labels={**result.labels, **labels_of(task_source), **(subject.labels() if subject is not None else {})},
         subject=subject.as_dict() if subject is not None else {},
     )
     if folder is not None and isinstance(task_source, ReportingTaskSource):
@@ -221,6 +222,7 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
     async with build_pool(config, list(urls)) as pool:
         versions = sorted(set((await pool.versions(_QUERY_S)).values()))
         ours = of_run(config.run_path, urls)
+        known = training_record.of_engines(Path(config.model.path), config.run_path if ours else None, versions)
         subject = Subject(
             kind="engines" if ours else "checkpoint",
             model=config.name if ours else config.model.path,
@@ -229,6 +231,7 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
             sampling=asdict(sampling) | _template_options(config),
             limits=limits.of_policy(),
             seed=config.seed,
+            training=training_record.compared(known, config.environment.name, source, config.evaluation.tasks),
         )
         same = conditions(config, source, subject, versions=versions, waits=asdict(limits))
         play = engine_player(pool, source, chat, sampling, limits)

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatron_async import training_record
 from megatron_async.errors import UserError
 from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k, standard_error
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 
 TRAINED_ON = "trained_on_evaluation_tasks"
-"""In the info of a reward, and among labels: how many evaluation tasks were trained on."""
+"""In the info of a reward, and among labels: how many evaluation tasks are among those of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def describe_labels(labels: Mapping[str, str]) -> list[str]:
     trained = told.pop(TRAINED_ON, None)
     lines = [f"**{name.replace('_', ' ')}: {value}.**" for name, value in sorted(told.items())]
     if trained is not None:
-        lines.append(f"**Trained on {trained} of the evaluation tasks: no benchmark number.**")
+        lines.append(f"**{trained} of the evaluated tasks were among the training tasks: no benchmark number.**")
     return lines
 
 
@@ -160,6 +161,7 @@ def describe_subject(stated: Mapping[str, Any], benchmark: Mapping[str, Any]) ->
             f"Evaluated: {subject['kind']}, model {subject['model']}, from {subject['place']}{digest}{version}.",
             f"Sampling: {_listed(subject['sampling'])}. Limits: {_listed(subject['limits'])}. "
             f"Seed of tasks: {subject['seed']}.",
+            training_record.describe(subject.get("training", {})),
         ]
     if "user_model" in benchmark:
         lines.append(f"User model: {benchmark['user_model']}; judge model: {benchmark.get('judge_model', 'none')}.")

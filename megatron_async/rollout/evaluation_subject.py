@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from megatron_async.rollout.environments.base import TaskSource
+from megatron_async.rollout.evaluation_statistics import TRAINED_ON
 
 if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
     from megatron_async.config.schema import RunConfig
@@ -31,7 +32,8 @@ class Subject:
 
     kind: "engines" (of a run), "checkpoint" or "endpoint". model: its name in results. place: the folder whose weights
     the engines began with, or the address. digest: of that folder (`checkpoint_digest`); "" for an endpoint. sampling,
-    limits: what was asked for. seed: of the task source.
+    limits: what was asked for. seed: of the task source. training: what is known of its training, and how many of the
+    evaluated tasks are among the tasks of it (`training_record.compared`); {} where nothing is.
     """
 
     kind: str
@@ -41,6 +43,12 @@ class Subject:
     sampling: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def labels(self) -> dict[str, str]:
+        """What about whom is evaluated makes a number incomparable with others."""
+        shared = self.training.get("shared", 0)
+        return {TRAINED_ON: str(shared)} if shared else {}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

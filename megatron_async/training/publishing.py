@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from megatron_async import training_record
 from megatron_async.config.schema import PublishConfig
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.sequences import Sequence
@@ -187,6 +188,7 @@ class WeightPublisher:
             return dict
 
         def report() -> dict[str, Any]:
+            training_record.carry(self._folder.parent, path)
             outcome = publisher.publish_from_disk(version, path, canary=canary)
             for other in self._folder.iterdir():  # the engines have read the newest: older ones would fill the disk
                 if other != path:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import FINISHED, PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
@@ -233,6 +234,8 @@ class Session:
             self.status.set("saving")
         self.policy.save_hf(self.files.checkpoint)
         if self.bank:
+            training_record.begin_if_missing(self.config, training_record.REINFORCED)
+            training_record.carry(self.files.root, self.files.checkpoint)
             self.bank.set_state(PHASE, FINISHED)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_async import training_record
 from megatron_async.engine.hf_reader import CheckpointReader
 from megatron_async.training.checkpointing import read_generation
 from tests.distributed.launch import launch
@@ -35,7 +36,10 @@ def check_same_bits(original: Path, converted: Path) -> None:
 )
 def test_round_trip(tmp_path: Path, kind: str, dtype: torch.dtype, write: list[str], read: list[str]) -> None:
     """A tied embedding, which the last pipeline stage holds once more, is one tensor again."""
-    original, sharded, back = tmp_path / "original", tmp_path / "step_000000", tmp_path / "back"
+    original, back = tmp_path / "original", tmp_path / "back"
+    sharded = tmp_path / "run" / "checkpoints" / "step_000000"
+    sharded.parent.mkdir(parents=True)
+    (tmp_path / "run" / training_record.FILE).write_text("what the run was trained on")
     make_model(kind).to(dtype).save_pretrained(original)
     launch(TOOL, 2, "from-hf", str(original), "--out", str(sharded), *write, logs=tmp_path / "logs")
     generation = read_generation(sharded)
@@ -45,6 +49,7 @@ def test_round_trip(tmp_path: Path, kind: str, dtype: torch.dtype, write: list[s
     command = ("to-hf", str(sharded), "--out", str(back), "--model", str(original), *read)
     launch(TOOL, ranks, *command, logs=tmp_path / "logs")
     check_same_bits(original, back)
+    assert (back / training_record.FILE).read_text() == "what the run was trained on"
 
 
 def test_what_cannot_be_converted_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.observe import read_metrics
 from tests.engine_reference import make_model
@@ -65,6 +66,8 @@ def test_two_replays_have_the_bits_of_the_recorded_run(tmp_path: Path) -> None:
         said = check_run("-m", "megatron_async", "replay", str(run), "--name", name)
         assert f"replay {STEPS}/{STEPS}" in said
         assert [row["step"] for row in read_metrics(tmp_path / name)] == list(range(STEPS))
+        known = training_record.read(tmp_path / name / "checkpoint")
+        assert known == training_record.read(run / "checkpoint") and len(known or ()) == 1
     order = trained(run)
     for name in ("one", "two"):
         assert differing(weights(tmp_path / name), recorded) == []

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.observe import read_evaluations, read_metrics
 from tools.benchmark_rows import ROOT
@@ -132,6 +133,10 @@ def test_evaluations_before_and_after_saw_the_right_versions(finished: Path) -> 
     before, after = read_evaluations(finished)
     assert before["versions"] == [0, 0]
     assert after["versions"] == [STEPS, STEPS]
+    assert before["subject"]["training"] == {}
+    (training,) = after["subject"]["training"]["trainings"]
+    assert (training["kind"], training["run"]) == (training_record.REINFORCED, finished.name)
+    assert training_record.read(finished / "checkpoint") == training_record.read(finished)
 
 
 def test_the_final_checkpoint_loads_in_transformers_and_moved(finished: Path, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_async import training_record
 from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megatron_async.engine.hf_config import HFConfig, UnsupportedModelError
 from megatron_async.engine.hf_reader import CheckpointMissing
@@ -281,7 +283,8 @@ def test_saved_checkpoint_loads_in_transformers_and_back(
 def test_shards_of_a_large_checkpoint_are_indexed_and_read(moe: Policy, tmp_path: Path) -> None:
     from megatron_async.engine.hf_export import CheckpointWriter
 
-    source = Path(moe.model_config.path)
+    source = shutil.copytree(moe.model_config.path, tmp_path / "source")
+    (source / training_record.FILE).write_text("of the weights that these came from")
     writer = CheckpointWriter(tmp_path / "sharded", source, torch.float32, shard_bytes=20_000)
     for name, tensor in moe.export():
         assert tensor is not None
@@ -289,6 +292,7 @@ def test_shards_of_a_large_checkpoint_are_indexed_and_read(moe: Policy, tmp_path
     writer.finish()
     index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
+    assert not (tmp_path / "sharded" / training_record.FILE).exists()
     check_unchanged(build(tmp_path / "sharded"), snapshot_of(moe))
 
 

@@ -140,8 +140,8 @@ def test_training_needs_the_flag_and_is_stamped() -> None:
         source(split="train")
     tasks = source(split="train", train_on_evaluation_tasks=True)
     assert tasks.task(0).data["trained_on_evaluation_tasks"] == 200
-    assert source(train_on_evaluation_tasks=True).labels() == {"trained_on_evaluation_tasks": "200"}
-    assert source().labels() == {}
+    assert tasks.labels() == {"trained_on_evaluation_tasks": "200"}
+    assert source(train_on_evaluation_tasks=True).labels() == {}, "an endpoint may be evaluated so"
 
 
 def test_missing_package_and_unknown_options_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

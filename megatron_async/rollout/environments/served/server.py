@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.rollout.environments.base import (
+    DescribedTaskSource,
     Environment,
     LabelledTaskSource,
     ReplayableTaskSource,
@@ -138,6 +139,7 @@ def _description(source: TaskSource) -> dict[str, Any]:
         "size": source.size,
         "reports": isinstance(source, ReportingTaskSource),
         "labels": source.labels() if isinstance(source, LabelledTaskSource) else {},
+        "described": source.described() if isinstance(source, DescribedTaskSource) else {},
     }
 
 

@@ -5,7 +5,8 @@ Invariants
   user's words and the results of its own calls, with the same tools.
 - Limits, endings and rewards are the benchmark's; an ending other than a stop of the user or the agent scores 0.
 - A failing user simulator or judge raises `EnvironmentFailure`; it never becomes a reward.
-- Training never touches evaluation tasks unless the run says so, and then every reward says so too.
+- Training never touches evaluation tasks unless the run says so, and then every reward of training says so too.
+  Held-out tasks do not know who is evaluated on them and claim nothing about it (`training_record` does).
 """
 
 from __future__ import annotations
@@ -227,11 +228,12 @@ class Tau2Tasks:
             raise IndexError(f"tau2 task {index}: the {self.split} split has tasks 0 to {self.size - 1}")
         task_id = self._ids[index]
         mode = "-solo" if self.options.solo else ""
-        return Task(f"tau2-{self.options.domain}{mode}-{task_id}", {"id": task_id, **self.stamp()})
+        data = {"id": task_id, **self.stamp(), "identity": _identity(self.options, task_id)}
+        return Task(f"tau2-{self.options.domain}{mode}-{task_id}", data)
 
     def environment(self, task: Task) -> Tau2Environment:
         """A fresh episode of `task`."""
-        said = {name: value for name, value in task.data.items() if name != "id"}
+        said = {name: value for name, value in task.data.items() if name not in ("id", "identity")}
         return Tau2Environment(
             self.context, self.context.domain.tasks[task.data["id"]], {"task": task.data["id"], **said}
         )
@@ -250,6 +252,17 @@ class Tau2Tasks:
     def stamp(self) -> dict[str, Any]:
         """What every report about these tasks must say."""
         return dict(self._stamp)
+
+    def described(self) -> dict[str, Any]:
+        """Which tasks these are, and how many of them are in each split of the benchmark."""
+        options, chosen = self.options, set(self._ids)
+        of_splits = {name: len(chosen & set(ids)) for name, ids in self.context.domain.splits().items()}
+        return {
+            **self.stamp(),
+            "exclude_splits": list(options.exclude_splits),
+            "train_on_evaluation_tasks": options.train_on_evaluation_tasks,
+            "tasks_by_split": {name: count for name, count in of_splits.items() if count},
+        }
 
     def labels(self) -> dict[str, str]:
         """What makes a number about these tasks incomparable with the benchmark's, in words; empty if nothing does."""
@@ -271,14 +284,15 @@ def _domain(options: Tau2Options, split: Split) -> Domain:
 
 
 def _task_ids(options: Tau2Options, split: Split) -> tuple[list[str], int]:
-    """(ids of the split, how many of them are both trained on and evaluated). ValueError if training is to use some
-    unasked, or has none left.
+    """(ids of the split, how many training tasks are evaluation tasks; 0 for the held-out split, which does not know
+    whom it is to evaluate). ValueError if training is to use some unasked, or has none left.
 
     Ids are compared, whatever the splits and files that they come from are called.
     """
-    train, heldout = _training_ids(options), _heldout_ids(options)
+    heldout = _heldout_ids(options)
     if split == "heldout":
-        return heldout, len(set(train) & set(heldout))
+        return heldout, 0
+    train = _training_ids(options)
     evaluation = set(heldout) | set(_domain(options, "train").splits().get("test", ()))
     shared = len(evaluation & set(train))
     if shared and not options.train_on_evaluation_tasks:
@@ -302,6 +316,11 @@ def _training_ids(options: Tau2Options) -> list[str]:
 def _heldout_ids(options: Tau2Options) -> list[str]:
     domain = _domain(options, "heldout")
     return [task_id for task_id in domain.split(options.heldout_split) if _playable(options, domain, task_id)]
+
+
+def _identity(options: Tau2Options, task_id: str) -> str:
+    """The same for a task with and without a user, and for telecom's two ways of stating the policy."""
+    return f"tau2-{options.domain.removesuffix('-workflow')}-{task_id}"
 
 
 def _of_file(options: Tau2Options) -> str:

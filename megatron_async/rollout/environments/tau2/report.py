@@ -26,6 +26,7 @@ from megatron_async.rollout.environments.base import Outcome
 from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.floor import floor
 from megatron_async.rollout.environments.tau2.options import Tau2Options
+from megatron_async.rollout.environments.tau2.stamp import labels
 from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k
 from megatron_async.rollout.evaluation_statistics import TRAINED_ON, describe_labels, describe_subject
 from megatron_async.rollout.evaluation_subject import read_subject
@@ -48,10 +49,14 @@ def write(
     """Write both files; returns the summary for the evaluation's row. Who was evaluated is read from the folder."""
     name = f"tau2-{options.domain}{'-solo' if options.solo else ''}"
     stated = read_subject(folder)
-    results = benchmark_results(domain, options, outcomes, samples, stated.get("subject", {}))
+    unusual = {**labels(stamp), **stated.get("labels", {})}
+    noted = {**{name: stamp[name] for name in stamp if name != "user_errors"}, "labels": unusual}
+    results = benchmark_results(domain, options, outcomes, samples, stated.get("subject", {}), noted)
     (folder / f"{name}.json").write_text(results.model_dump_json(indent=2), encoding="utf-8")
     summary = {**stamp, **summarise(domain, options, outcomes, samples)}
-    page = markdown(summary, {**_lacking(outcomes, samples), **stated})
+    if TRAINED_ON in unusual:
+        summary[TRAINED_ON] = int(unusual[TRAINED_ON])
+    page = markdown(summary, {**_lacking(outcomes, samples), **stated, "labels": unusual})
     (folder / f"{name}.md").write_text(page, encoding="utf-8")
     return {**summary, "results": f"{name}.json"}
 
@@ -90,7 +95,7 @@ def summarise(
 
 
 def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
-    """The summary as a page. stated: about whom it is and what it lacks, as of `EvaluationResult.stated`."""
+    """The summary as a page. stated: about whom it is, what it lacks, labels; as of `EvaluationResult.stated`."""
     mode = ", solo" if summary["solo"] else ""
     interval = summary["confidence_95"]
     lines = [
@@ -100,7 +105,7 @@ def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
         + (f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})" if interval else "")
         + f" on {summary['tasks']} tasks, {summary['episodes']} episodes. "
         f"**Doing nothing scores {summary['floor']:.1%}.**",
-        *_unusual(summary, stated),
+        *describe_labels(stated["labels"]),
         "",
         *describe_subject(stated, summary),
         "",
@@ -124,11 +129,6 @@ def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
             f"are not counted); {tokens[0]} prompt and {tokens[1]} completion tokens."
         )
     return "\n".join(lines) + "\n"
-
-
-def _unusual(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
-    stamped = {TRAINED_ON: str(summary[TRAINED_ON])} if TRAINED_ON in summary else {}
-    return describe_labels({**stated.get("labels", {}), **stamped})
 
 
 def _evaluators(summary: Mapping[str, Any]) -> str:
@@ -163,8 +163,10 @@ def benchmark_results(
     outcomes: Sequence[Outcome],
     samples: int,
     subject: Mapping[str, Any],
+    noted: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The benchmark's `Results` object. subject: who was evaluated (`evaluation_subject.Subject`), empty if unknown."""
+    """The benchmark's `Results` object. subject: who was evaluated (`evaluation_subject.Subject`), empty if unknown.
+    noted: the stamp and the labels, which its format has no field for: they go into the note of every reward."""
     package = domain.package
     solo = options.solo
     info = package.Info(
@@ -188,11 +190,11 @@ def benchmark_results(
     return package.Results(
         info=info,
         tasks=[domain.tasks[task_id] for task_id in chosen],
-        simulations=[_simulation(domain, outcome) for outcome in outcomes],
+        simulations=[_simulation(domain, outcome, noted or {}) for outcome in outcomes],
     )
 
 
-def _simulation(domain: Domain, outcome: Outcome) -> Any:
+def _simulation(domain: Domain, outcome: Outcome, noted: Mapping[str, Any]) -> Any:
     package, info = domain.package, outcome.info
     now = datetime.fromtimestamp(time.time())
     termination = str(info.get("termination", "cut"))
@@ -209,7 +211,7 @@ def _simulation(domain: Domain, outcome: Outcome) -> Any:
             reward=outcome.reward,
             reward_basis=info.get("reward_basis", []),
             reward_breakdown=info.get("breakdown", {}),
-            info={"note": json.dumps({key: info[key] for key in ("prompt", "reward_policy") if key in info})},
+            info={"note": json.dumps(noted)},
         ),
         messages=info.get("transcript", []),
         trial=outcome.sample,

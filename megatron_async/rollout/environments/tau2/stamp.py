@@ -24,7 +24,7 @@ _DIGEST = 12
 
 
 def stamp(options: Tau2Options, split: Split, benchmark: str, shared: int) -> dict[str, Any]:
-    """JSON for rewards and reports. benchmark: its name and version. shared: tasks that are trained on and evaluated.
+    """JSON for rewards and reports. benchmark: its name and version. shared: training tasks that are evaluation tasks.
 
     Reads own files whole, for their digest. Raises ValueError for one that cannot be read.
     """
