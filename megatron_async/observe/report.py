@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_async import training_record
 from megatron_async.errors import UserError
 from megatron_async.observe import metrics as names
 from megatron_async.observe.drawing import draw_timeline, text_timeline, typical_step
 from megatron_async.observe.files import RunFiles
 from megatron_async.observe.progress import duration, short_number
 from megatron_async.observe.timeline import Interval, read_timeline
+from megatron_async.rollout.evaluation_statistics import describe_labels
 
 _BAR = 30
 _WIDTH = 110
@@ -116,6 +118,8 @@ class Report:
         table.add_row("held-out success after", _success(last if len(self.evaluations) > 1 else None))
         gain = self.gain_points
         table.add_row("gained", "–" if gain is None else f"{gain:+.1f} points")
+        for name, text in _stated(first, last):
+            table.add_row(name, Text(text))
         table.add_row("training steps", str(len(self.metrics)))
         version = self.metrics[-1].get(names.VERSION) if self.metrics else None
         table.add_row("last version", short_number(version))
@@ -177,6 +181,27 @@ def _success(row: dict[str, Any] | None) -> str:
     episodes = f" ({row['tasks']} tasks)" if "tasks" in row else ""
     error = "" if row["stderr"] is None else f" ± {100 * row['stderr']:.1f}"  # of a single task it is unknown
     return f"{100 * row['success_rate']:.1f} %{error}{episodes}"
+
+
+def _stated(first: dict[str, Any] | None, last: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What must stand beside the success of two evaluations: what makes it incomparable, and what is known of whom they
+    evaluated. Rows of earlier releases lack some of it."""
+    before, after = _said(first), _said(last)
+    if before == after:
+        return [(name, text) for name, text in before.items() if text]
+    named = [(f"{name}, before", text) for name, text in before.items()]
+    named += [(f"{name}, after", text) for name, text in after.items()]
+    return [(name, text) for name, text in named if text]
+
+
+def _said(row: dict[str, Any] | None) -> dict[str, str]:
+    if row is None:
+        return {}
+    training = row.get("subject", {}).get("training")
+    return {
+        "not comparable": " ".join(line.strip("*") for line in describe_labels(row.get("labels", {}))),
+        "trained on": "" if training is None else training_record.describe(training),
+    }
 
 
 def _first_and_last(values: list[float], count: int) -> str:

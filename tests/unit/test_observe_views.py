@@ -76,6 +76,24 @@ def test_report_shows_what_the_files_hold(tmp_path):
     assert RunFiles(run).timeline_image.read_bytes().startswith(b"\x89PNG")
 
 
+def test_report_says_what_makes_the_success_incomparable(tmp_path):
+    """Of each evaluation its own: only the second saw weights that were trained on its tasks."""
+    run = make_run(tmp_path)
+    RunFiles(run).evaluations.unlink()
+    known = {"trainings": [{"kind": "warm start", "environment": "tau2", "about": {"split": "test"}, "tasks": 40}]}
+    known |= {"evaluated": 40, "shared": 40, "unlisted": 0}
+    labels = {"prompt": "own"}
+    row = {"success_rate": 0.5, "stderr": 0.05, "tasks": 40, "version": 0}
+    append_evaluation(run, {**row, "step": 0, "labels": labels, "subject": {"training": {}}})
+    labels = {**labels, "trained_on_evaluation_tasks": "40"}
+    append_evaluation(run, {**row, "step": 4, "labels": labels, "subject": {"training": known}})
+    text = " ".join(word for word in write_report(run).split() if word != "│")
+    assert "not comparable, before prompt: own. trained on, before Unknown what it was trained on." in text
+    after = "not comparable, after prompt: own. 40 of the evaluated tasks were among the training tasks: no benchmark"
+    assert after in text
+    assert "warm start on tau2, split test (40 tasks)" in text
+
+
 def test_report_of_a_run_that_has_just_begun_shows_dashes(tmp_path):
     config = load(write_config(tmp_path))
     config.run_path.mkdir(parents=True)
