@@ -198,7 +198,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         "--endpoint-key-env", default="", metavar="VARIABLE", help="environment variable that holds its key"
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where results of a checkpoint or an endpoint go"
+        "--folder", type=Path, metavar="DIR", help="where results go, instead of a folder under the run's evaluation/"
     )
 
 

@@ -7,9 +7,7 @@ goes on where it stopped. No engine that was started here outlives the command.
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +18,10 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.fleet import fleet
 from megatron_async.observe import RunFiles
-from megatron_async.observe.rows import finite
 from megatron_async.rollout import evaluation
 from megatron_async.rollout.chat_endpoint import EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
+from megatron_async.rollout.evaluation_files import results_folder
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
 from megatron_async.supervise import PartFailed, StopRequested, stop_on_signals
 from megatron_async.task_checks import heldout_tasks
@@ -37,7 +35,7 @@ class EvaluatedPolicy:
 
     checkpoint: a Hugging Face folder; engines are started on it as the configuration says. endpoint: base URL of an
     OpenAI-compatible server, with the model's name there and the environment variable that holds its key ("" for
-    none). folder: where results go (None: `<run>/evaluation/<name of checkpoint or model>`).
+    none). folder: where results go (None: `<run>/evaluation/<who>/<what>`, see `evaluation_files`).
     """
 
     checkpoint: Path | None = None
@@ -58,11 +56,13 @@ class EvaluatedPolicy:
         return self.checkpoint is None and not self.endpoint
 
     def place(self, config: RunConfig) -> Path:
-        """The folder for the results of a checkpoint or an endpoint."""
+        """The folder for the results."""
         if self.folder is not None:
             return self.folder
-        named = str(self.checkpoint.resolve()) if self.checkpoint is not None else self.endpoint_model
-        return RunFiles(config.run_path).evaluation / re.sub(r"[^A-Za-z0-9._-]+", "-", named).strip("-")
+        if self.of_the_run:
+            return results_folder(config, "engines")
+        checkpoint = self.checkpoint
+        return results_folder(config, self.endpoint_model if checkpoint is None else str(checkpoint.resolve()))
 
 
 def main(config: RunConfig, policy: EvaluatedPolicy = EvaluatedPolicy()) -> int:
@@ -70,15 +70,14 @@ def main(config: RunConfig, policy: EvaluatedPolicy = EvaluatedPolicy()) -> int:
     heldout_tasks(config)
     try:
         with stop_on_signals():
+            folder = policy.place(config)
             if policy.of_the_run:
-                result, folder = evaluation.evaluate_run(config), RunFiles(config.run_path).evaluation
+                result = evaluation.evaluate_run(config, folder)
             else:
-                folder = policy.place(config)
                 result = _alone(config, policy, folder)
     except StopRequested as stop:
         print(f"stopped by {stop}; the same command goes on with what was played")  # noqa: T201
         return launch.EXIT_STOPPED
-    _write(result, folder)
     print(f"{describe(result)}results: {folder}")  # noqa: T201
     return 0
 
@@ -112,10 +111,3 @@ def _checkpoint(config: RunConfig, folder: Path) -> EvaluationResult:
 
         urls = [engine.url for engine in here.engines]
         return evaluation.evaluate_engines(config, urls, tick, folder=folder)
-
-
-def _write(result: EvaluationResult, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    written = json.dumps(finite(result.as_dict()), indent=1, allow_nan=False)
-    (folder / "evaluation.json").write_text(written, encoding="utf-8")
-    (folder / "evaluation.md").write_text(describe(result), encoding="utf-8")

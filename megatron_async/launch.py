@@ -32,7 +32,7 @@ from megatron_async.observe.report import write_report
 from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.evaluation import evaluate_engines
-from megatron_async.rollout.evaluation_statistics import EvaluationResult
+from megatron_async.rollout.evaluation_files import results_folder
 from megatron_async.router import router
 from megatron_async.silence import Silence
 from megatron_async.stopping import Stopping
@@ -300,27 +300,17 @@ def trainer_part(config: RunConfig, files: RunFiles, lead: str = "") -> Part:
 def _evaluate(config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]) -> None:
     """Held-out success of what the engines hold now, into evaluations.jsonl. ticks: what to watch meanwhile.
 
-    A folder of results that cannot be used is no reason to end a job: another one is taken where a command evaluates
-    the same run, and where files fail the evaluation is left out and told.
+    Results go to a folder of this step's own, so a command may evaluate the same run meanwhile. A folder that cannot be
+    used is no reason to end a job: the evaluation is left out and told.
     """
     say(f"evaluating on {config.evaluation.tasks} held-out tasks after {step} steps")
     try:
-        result = _evaluated(config, urls, step, *ticks)
-    except (OSError, ExceptionGroup) as error:
+        folder = results_folder(config, f"after_{step}_steps")
+        result = evaluate_engines(config, urls, *ticks, folder=folder)
+    except (OSError, InUse, ExceptionGroup) as error:
         if isinstance(error, ExceptionGroup) and error.split(OSError)[1] is not None:
             raise
         say(f"the evaluation after {step} steps failed ({error!r}); `megatron-async evaluate` repeats it")
         logger.warning("the evaluation after %d steps failed", step, exc_info=error)
         return
     append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})
-
-
-def _evaluated(
-    config: RunConfig, urls: list[str], step: int, *ticks: Callable[[], None]
-) -> EvaluationResult:
-    try:
-        return evaluate_engines(config, urls, *ticks)
-    except InUse as error:
-        own = RunFiles(config.run_path).evaluation / f"after_{step}_steps"
-        say(f"{error}\nThis job's results go to {own}")
-        return evaluate_engines(config, urls, *ticks, folder=own)

@@ -4,7 +4,7 @@ runs/<name>/
   config.yaml          resolved configuration
   metrics.jsonl        one row per training step
   evaluations.jsonl    one row per evaluation on held-out tasks
-  evaluation/          result files of benchmarks, whom they are about, and the episodes of an evaluation under way
+  evaluation/          results, by whom and what was evaluated, and episodes of interrupted evaluations
   timeline.jsonl       what each part did from when to when
   status/<part>.json   what each part does now
   restarts.jsonl       one row for each part that ended by itself and was started again

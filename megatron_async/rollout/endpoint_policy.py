@@ -109,13 +109,15 @@ def evaluate_endpoint(config: RunConfig, options: EndpointOptions, folder: Path)
     asked = asdict(replace(options, concurrency=0))  # how many at once changes no answer
     same = conditions(config, source, subject, endpoint=asked, waits=asdict(limits))
     play = endpoint_player(ChatEndpoint(options), source, limits)
-    result = run_blocking(journalled(config, play, source, subject, same, folder))
-    if result.turns == 0 and set(result.endings) == {CONTEXT_LENGTH}:
-        raise UserError(
-            f"{without_password(options.url)} refused the first request of every episode for its length: lower "
-            f"rollout.max_new_tokens ({config.rollout.max_new_tokens}), or serve the model with a longer context"
-        )
-    return result
+
+    def check(result: EvaluationResult) -> None:
+        if result.turns == 0 and set(result.endings) == {CONTEXT_LENGTH}:
+            raise UserError(
+                f"{without_password(options.url)} refused the first request of every episode for its length: lower "
+                f"rollout.max_new_tokens ({config.rollout.max_new_tokens}), or serve the model with a longer context"
+            )
+
+    return run_blocking(journalled(config, play, source, subject, same, folder, check))
 
 
 def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeLimits) -> Player:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ from megatron_async.claim import held
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
-from megatron_async.observe import RunFiles, append_evaluation, read_metrics
+from megatron_async.observe import append_evaluation, read_metrics
+from megatron_async.rollout import evaluation_files
 from megatron_async.rollout.agent_loop import Chat, Sampler, run_episode
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.engines import build_pool, engine_urls, of_run, with_engines
@@ -49,8 +51,9 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.5
 _QUERY_S = 30.0
 _PROGRESS_S = 15.0
+JOURNALS = "under_way"
 JOURNAL_CLAIM = ".under_way.claim"
-"""Beside the journal, which is deleted when the evaluation is whole."""
+"""Beside the journals, which are deleted when their evaluation is whole."""
 
 Player = Callable[[Task, str], Awaitable[EvaluatedEpisode]]
 """Plays one episode of a task; the second argument is unique among the episodes of the task."""
@@ -184,14 +187,13 @@ def engine_player(
 
 
 def evaluate_engines(
-    config: RunConfig, urls: Sequence[str], *ticks: Callable[[], None], folder: Path | None = None
+    config: RunConfig, urls: Sequence[str], *ticks: Callable[[], None], folder: Path
 ) -> EvaluationResult:
     """Evaluate as `config.evaluation` says, on running engines; blocks until done.
 
     ticks: called in this thread twice a second; what they raise ends the evaluation. folder: where results and the
-    journal go (None: the run's). Raises InUse when another evaluation has them there.
+    journal go (`evaluation_files.results_folder`). Raises InUse when another evaluation has them there.
     """
-    folder = folder or RunFiles(config.run_path).evaluation
     with hidden_credentials(config):
         return run_blocking(_evaluate_engines(config, urls, folder), *ticks)
 
@@ -252,17 +254,20 @@ async def journalled(
     subject: Subject,
     same: Mapping[str, Any],
     folder: Path,
+    check: Callable[[EvaluationResult], None] = lambda result: None,
 ) -> EvaluationResult:
-    """`evaluate` as `config.evaluation` says, with a journal in `folder` that is kept until the evaluation is whole.
+    """`evaluate` as `config.evaluation` says, with a journal in `folder` that is kept until its results are there.
 
-    same: conditions under which its episodes count. Raises InUse when another evaluation has the journal.
+    same: conditions under which its episodes count. check: raises UserError for a result that says nothing of the
+    policy; its episodes are forgotten then. Raises InUse when another evaluation has the folder.
     """
     instead = "give results another folder (--folder, with --checkpoint or --endpoint)"
     what = f"the folder of results {folder}"
     with held(folder / JOURNAL_CLAIM, what, f"another evaluation writes to {folder}", instead):
-        journal = EvaluationJournal(folder / "under_way", same)
-        if len(journal):
-            logger.info("going on with an evaluation that has %d episodes", len(journal))
+        journal = EvaluationJournal(folder / JOURNALS, same)
+        journal.tell()
+        shutil.rmtree(journal.results, ignore_errors=True)  # what an interrupted one had begun to write
+        journal.results.mkdir()
         result = await evaluate(
             play,
             source,
@@ -270,16 +275,22 @@ async def journalled(
             samples=config.evaluation.samples_per_task,
             concurrency=config.rollout.concurrency,
             journal=journal,
-            folder=folder,
+            folder=journal.results,
             subject=subject,
         )
+        try:
+            check(result)
+        except UserError:
+            journal.clear()
+            raise
+        evaluation_files.keep(result, journal.results, folder)
         journal.clear()
         return result
 
 
-def evaluate_run(config: RunConfig) -> EvaluationResult:
-    """Evaluate on the engines of the run's folder; adds a row to the run's `evaluations.jsonl`."""
-    result = evaluate_engines(config, engine_urls(config.run_path))
+def evaluate_run(config: RunConfig, folder: Path) -> EvaluationResult:
+    """Evaluate on the engines of the run's folder; results go to `folder`, and a row to its `evaluations.jsonl`."""
+    result = evaluate_engines(config, engine_urls(config.run_path), folder=folder)
     steps = read_metrics(config.run_path)
     step = steps[-1]["step"] + 1 if steps else 0
     append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})

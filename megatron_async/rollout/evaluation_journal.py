@@ -1,15 +1,19 @@
 """Finished episodes of an evaluation that is under way, so that an interrupted one goes on where it stopped.
 
-    <folder>/conditions.json       what was being evaluated: policy, sampling, environment, files, seed
-    <folder>/<task>-<sample>.episode
+    <place>/<digest of the conditions>/conditions.json    what is evaluated: policy, sampling, environment, files, seed
+                                       <task>-<sample>.episode
+                                       results/           what is being written when all are played
 
-Invariants: an episode (JSON) is on disk whole or not at all; episodes of other conditions (another policy, other
-sampling, another environment) are never counted: they are removed when the journal is opened. Nor are episodes of
-another task than the one that now has their number. A folder belongs to one evaluation at a time: the caller holds it.
+Invariants: an episode (JSON) is on disk whole or not at all. Episodes of other conditions (another policy, other
+sampling, another environment) are never counted, and never removed: they are in folders of their own, and go on when
+they are asked for again. Nor are episodes of another task counted than the one that now has their number. A place
+belongs to one evaluation at a time: the caller holds it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -22,18 +26,37 @@ from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 
 logger = logging.getLogger(__name__)
 
+_CONDITIONS = "conditions.json"
+_DIGEST = 16
+
 
 class EvaluationJournal:
     """Episodes by task index and sample number. conditions: JSON that must be equal for episodes to be reused."""
 
-    def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
-        self._folder = folder
+    def __init__(self, place: Path, conditions: Mapping[str, Any]) -> None:
         written = json.dumps(conditions, sort_keys=True)
-        known = folder / "conditions.json"
-        if not known.is_file() or known.read_text(encoding="utf-8") != written:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            known.write_text(written, encoding="utf-8")
+        self._place = place
+        self._folder = place / hashlib.sha256(written.encode()).hexdigest()[:_DIGEST]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / _CONDITIONS).write_text(written, encoding="utf-8")
+
+    @property
+    def results(self) -> Path:
+        """Where results are written, before they are moved to where they belong; gone with the journal."""
+        return self._folder / "results"
+
+    def tell(self) -> None:
+        """Log what is gone on with, and which other evaluations of this place were interrupted."""
+        if len(self):
+            logger.info("going on with an evaluation that has %d episodes (%s)", len(self), self._folder)
+        for other in sorted(path.parent for path in self._place.glob(f"*/{_CONDITIONS}")):
+            if other != self._folder:
+                logger.info(
+                    "left as it is: an interrupted evaluation with %d episodes under other conditions, in %s. It goes "
+                    "on when it is asked for again; delete the folder if nobody will",
+                    _episodes(other),
+                    other,
+                )
 
     def load(self, task: int, sample: int, task_id: str) -> EvaluatedEpisode | None:
         """The episode, or None if it has not been played. task_id: of the task that has this index now."""
@@ -56,11 +79,17 @@ class EvaluationJournal:
         os.replace(part, path)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._folder.glob("*.episode"))
+        return _episodes(self._folder)
 
     def clear(self) -> None:
-        """Forget everything: the evaluation is complete and its result is written elsewhere."""
+        """Forget these episodes: the evaluation is complete and its result is written elsewhere."""
         shutil.rmtree(self._folder)
+        with contextlib.suppress(OSError):  # others are in there
+            self._place.rmdir()
 
     def _path(self, task: int, sample: int) -> Path:
         return self._folder / f"{task}-{sample}.episode"
+
+
+def _episodes(folder: Path) -> int:
+    return sum(1 for _ in folder.glob("*.episode"))

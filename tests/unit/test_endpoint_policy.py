@@ -228,7 +228,7 @@ def command(config: Path, server: ChatServer) -> int:
 def test_command_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = ChatServer(lambda body: text("I refuse."))
     assert command(write_config(tmp_path), server) == 0
-    written = json.loads((tmp_path / "r/evaluation/a-b/evaluation.json").read_text())
+    written = json.loads((tmp_path / "r/evaluation/a-b/desk/evaluation.json").read_text())
     assert (written["tasks"], written["episodes"], written["versions"]) == (3, 6, None)
     assert set(written["pass_hat"]) == {"1", "2"}
     assert "| k | pass^k | pass@k |" in capsys.readouterr().out
@@ -237,7 +237,7 @@ def test_command_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureF
 
 
     assert (written["left_out"], written["short_tasks"]) == (0, 0)
-    page = (tmp_path / "r/evaluation/a-b/evaluation.md").read_text()
+    page = (tmp_path / "r/evaluation/a-b/desk/evaluation.md").read_text()
     assert f"Evaluated: endpoint, model a/b, from {server.url}." in page
     assert "temperature 1.0" in page and "max_turns " in page and "Episodes left out: 0." in page
 
@@ -249,7 +249,7 @@ def test_an_endpoint_that_refuses_every_prompt_for_its_length_is_an_error(
     server = ChatServer(lambda body: text("x"), fail=lambda request: (400, "maximum context length is 16 tokens"))
     assert command(write_config(tmp_path), server) == 2
     assert "refused the first request of every episode" in capsys.readouterr().err
-    assert not (tmp_path / "r/evaluation/a-b/evaluation.json").exists()
+    assert not (tmp_path / "r/evaluation/a-b/desk/evaluation.json").exists()
 
 
 def test_a_single_task_has_no_standard_error_and_its_json_is_json(tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_a_single_task_has_no_standard_error_and_its_json_is_json(tmp_path: Path
     config = write_config(tmp_path)
     config.write_text(config.read_text().replace("tasks: 3", "tasks: 1"))
     assert command(config, ChatServer(lambda body: text("No."), usage=None)) == 0
-    written = (tmp_path / "r/evaluation/a-b/evaluation.json").read_text()
+    written = (tmp_path / "r/evaluation/a-b/desk/evaluation.json").read_text()
     assert json.loads(written, parse_constant=refuse)["stderr"] is None
-    page = (tmp_path / "r/evaluation/a-b/evaluation.md").read_text()
+    page = (tmp_path / "r/evaluation/a-b/desk/evaluation.md").read_text()
     assert "The endpoint did not say how many tokens 4 turns took" in page
 
 

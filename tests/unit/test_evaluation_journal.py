@@ -48,11 +48,21 @@ def test_episodes_that_are_known_are_not_played_again(tmp_path: Path) -> None:
     assert not (tmp_path / "j").exists()
 
 
-def test_other_conditions_start_afresh(tmp_path: Path) -> None:
-    make = lambda task: ScriptedEnvironment()
-    run(EvaluationJournal(tmp_path / "j", {"version": 3}), ScriptedSource(make))
-    assert len(EvaluationJournal(tmp_path / "j", {"version": 3})) == 8
-    assert len(EvaluationJournal(tmp_path / "j", {"version": 4})) == 0
+def test_each_conditions_have_episodes_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation under other conditions starts afresh and leaves the interrupted ones what they have."""
+    for version in (3, 4):
+        run(EvaluationJournal(tmp_path / "j", {"version": version}), ScriptedSource())
+    third = EvaluationJournal(tmp_path / "j", {"version": 5})
+    assert len(third) == 0
+    with caplog.at_level("INFO"):
+        third.tell()
+    assert len(caplog.records) == 2
+    assert all("an interrupted evaluation with 8 episodes" in record.message for record in caplog.records)
+    third.clear()
+    first = EvaluationJournal(tmp_path / "j", {"version": 3})
+    assert len(first) == 8
+    first.clear()
+    assert len(EvaluationJournal(tmp_path / "j", {"version": 4})) == 8
 
 
 def test_an_episode_survives_the_disk_unchanged(tmp_path: Path) -> None:

@@ -110,9 +110,8 @@ def test_evaluate_adds_a_row(tmp_path: Path, smallest_checkpoint: Path) -> None:
         async with ScriptedEngine(6) as engine:
             engine.version = 3
             config = make_run(tmp_path, smallest_checkpoint, [engine.url])
-            assert (
-                (await asyncio.to_thread(evaluation.evaluate_run, config)).episodes == 6
-            )  # an event loop of its own, as the command
+            played = await asyncio.to_thread(evaluation.evaluate_run, config, tmp_path / "results")
+            assert played.episodes == 6  # an event loop of its own, as the command
         return config
 
     (row,) = read_evaluations(asyncio.run(scenario()).run_path)

@@ -187,6 +187,8 @@ class Tasks:
         return Episode(task.data["kind"])
     def replayable(self, task):
         return task.data["kind"] == "quick"
+    def folder_name(self):
+        return "standing-own"
     def labels(self):
         return {"prompt": "own"}
     def described(self):
@@ -278,6 +280,7 @@ def test_replayability_and_labels_are_those_of_the_source(standing: Any) -> None
     assert isinstance(source, LabelledTaskSource)
     assert source.labels() == {"prompt": "own"}
     assert source.described() == {"split": "mine"}
+    assert (source.folder_name(), desk().folder_name()) == ("standing-own", "")
     assert [source.replayable(source.task(index)) for index in range(3)] == [True, False, False]
     assert source.replayable(Task("of an earlier life", {"kind": "quick"}))
 

@@ -183,6 +183,13 @@ class DescribedTaskSource(TaskSource, Protocol):
         """JSON without paths, addresses and credentials: it is published with the weights."""
 
 
+class NamedTaskSource(TaskSource, Protocol):
+    """A source that names what it holds, so that results on different tasks lie in different folders."""
+
+    def folder_name(self) -> str:
+        """Short, e.g. "tau2-retail-test": the environment with what tells its sets of tasks apart; "" for no name."""
+
+
 @runtime_checkable
 class LabelledTaskSource(TaskSource, Protocol):
     """A source that says what makes its numbers incomparable with those of others on the same benchmark."""

@@ -195,6 +195,10 @@ class BfclTasks:
         stamp = {"trained_on_evaluation_tasks": self.size} if self.trained else {}
         return Task(f"bfcl-{self.category}-{number}", {"number": number, **stamp})
 
+    def folder_name(self) -> str:
+        """The benchmark and the category."""
+        return f"bfcl-{self.category}"
+
     def labels(self) -> dict[str, str]:
         """That training is on the tasks of evaluations. Who is evaluated need not have been trained so."""
         return {"trained_on_evaluation_tasks": str(self.size)} if self.trained else {}

@@ -62,6 +62,7 @@ class ServedTasks:
         self.size: int | None = opened["size"]
         self._labels: dict[str, str] = opened["labels"]
         self._described: dict[str, Any] = opened["described"]
+        self._folder_name: str = opened["folder_name"]
         self._process, self._asked = process, dict(asked)
         self._ahead = TasksAhead(self.size, self._fetch)
 
@@ -88,6 +89,10 @@ class ServedTasks:
     def described(self) -> dict[str, Any]:
         """Which tasks the source says it has; empty if it says nothing."""
         return dict(self._described)
+
+    def folder_name(self) -> str:
+        """The source's name for folders of results; empty if it has none."""
+        return self._folder_name
 
     def environment(self, task: Task) -> ServedEnvironment:
         """A fresh episode of `task`; connects when it is reset."""

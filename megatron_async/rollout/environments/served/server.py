@@ -25,6 +25,7 @@ from megatron_async.rollout.environments.base import (
     DescribedTaskSource,
     Environment,
     LabelledTaskSource,
+    NamedTaskSource,
     ReplayableTaskSource,
     ReportingTaskSource,
     Task,
@@ -140,6 +141,7 @@ def _description(source: TaskSource) -> dict[str, Any]:
         "reports": isinstance(source, ReportingTaskSource),
         "labels": source.labels() if isinstance(source, LabelledTaskSource) else {},
         "described": source.described() if isinstance(source, DescribedTaskSource) else {},
+        "folder_name": source.folder_name() if isinstance(source, NamedTaskSource) else "",
     }
 
 

@@ -264,6 +264,18 @@ class Tau2Tasks:
             "tasks_by_split": {name: count for name, count in of_splits.items() if count},
         }
 
+    def folder_name(self) -> str:
+        """Domain, mode, split, and whether prompt or tasks are own ones, e.g. "tau2-telecom-solo-test-own_prompt"."""
+        said, parts = self._stamp, ["tau2", self.options.domain]
+        if said["solo"]:
+            parts.append("solo")
+        parts.append(said["split"])
+        if said["prompt"] != "benchmark":
+            parts.append("own_prompt")
+        if "task_file" in said or "heldout_task_file" in said:
+            parts.append("own_tasks")
+        return "-".join(parts)
+
     def labels(self) -> dict[str, str]:
         """What makes a number about these tasks incomparable with the benchmark's, in words; empty if nothing does."""
         return labels(self._stamp)
