@@ -94,16 +94,11 @@ class Completion:
 
 
 class ChatEndpoint:
-    """One endpoint, shared by the episodes of a process.
-
-    failures: requests that had to be repeated so far. unanswered: requests given up after all repetitions, or refused.
-    """
+    """One endpoint, shared by the episodes of a process."""
 
     def __init__(self, options: EndpointOptions) -> None:
         """Raises KeyNotSet when the environment variable with the key is named but not set."""
         self.options = options
-        self.failures = 0
-        self.unanswered = 0
         self._slots = asyncio.Semaphore(options.concurrency)
         self._headers = {}
         if options.api_key_env:
@@ -125,13 +120,17 @@ class ChatEndpoint:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         accept: Callable[[Completion], T],
+        repeated: Callable[[], None] = lambda: None,
     ) -> T:
-        """`accept` of the first answer it does not refuse with ValueError. Raises EndpointError."""
+        """`accept` of the first answer it does not refuse with ValueError. Raises EndpointError.
+
+        repeated: called whenever the request has to be sent again.
+        """
         attempts = self.options.retries + 1
         failure: Exception | None = None
         for attempt in range(attempts):
             if attempt:
-                self.failures += 1
+                repeated()
                 pause = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
                 await asyncio.sleep(
                     pause * random.uniform(0.5, 1.0)
@@ -140,13 +139,11 @@ class ChatEndpoint:
                 async with self._slots:
                     return accept(await self._request(session, messages, tools))
             except _Refused as error:
-                self.unanswered += 1
                 message = f"{self.options.url} refuses the request: {error}"
                 raise EndpointRefused(message, error.status, str(error)) from error
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 failure = error
                 logger.warning("%s, attempt %d of %d: %r", self.options.url, attempt + 1, attempts, error)
-        self.unanswered += 1
         raise EndpointError(
             f"{self.options.url} gave no usable answer in {attempts} attempts; the last: {failure!r}"
         ) from failure

@@ -49,7 +49,7 @@ async def ask(
             return await Timed(call, note)
     except EnvironmentFailure as error:
         message = f"{what}: {error}"
-        raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_failure", message) from error
+        raise EpisodeFailure(Status.ENVIRONMENT_ERROR, error.kind, message) from error
     except Exception as error:  # environments are users' code: their bugs are failures of the environment
         if deadline.expired():
             message = f"{what} gave no answer in {deadline_s:g} s (rollout.turn_deadline_s)"

@@ -84,18 +84,15 @@ async def evaluate(
         )
     started = time.monotonic()
     failures: Counter[str] = Counter()
+    failed_attempts: Counter[str] = Counter()
     episodes: dict[int, dict[int, EvaluatedEpisode]] = {index: {} for index in range(tasks)}
     work = iter([(index, sample) for index in range(tasks) for sample in range(samples)])
     progress = _Progress(tasks * samples)
 
     async def player() -> None:
         for index, sample in work:
-            task = task_source.task(index)
-            episode = journal.load(index, sample, task.task_id) if journal is not None else None
-            if episode is None:
-                episode = await _play(play, task, sample, retries)
-                if journal is not None and not episode.failed:
-                    journal.save(index, sample, task.task_id, episode)
+            episode = await _play(play, task_source.task(index), index, sample, retries, journal)
+            failed_attempts.update(episode.failures)
             if episode.failed:
                 failures[episode.ending] += 1
             else:
@@ -109,6 +106,7 @@ async def evaluate(
     result = summarise(groups, samples, failures, time.monotonic() - started)
     result = replace(
         result,
+        failed_attempts=dict(failed_attempts),
         labels={**result.labels, **labels_of(task_source), **(subject.labels() if subject is not None else {})},
         subject=subject.as_dict() if subject is not None else {},
     )
@@ -120,13 +118,20 @@ async def evaluate(
     return result
 
 
-async def _play(play: Player, task: Task, sample: int, retries: int) -> EvaluatedEpisode:
-    """The first attempt that does not fail, or the last one."""
-    for attempt in range(retries):
-        episode = await play(task, f"{sample}-{attempt}")
-        if not episode.failed:
-            return episode
-    return await play(task, f"{sample}-{retries}")
+async def _play(
+    play: Player, task: Task, index: int, sample: int, retries: int, journal: EvaluationJournal | None
+) -> EvaluatedEpisode:
+    """The first attempt that does not fail, or the last one; what an interrupted evaluation left is gone on with."""
+    episode = journal.load(index, sample, task.task_id) if journal is not None else None
+    for attempt in range(retries + 1):
+        if episode is not None and not episode.failed:
+            break
+        before = episode.failures if episode is not None else {}
+        episode = replace(await play(task, f"{sample}-{attempt}"), failed_attempts=dict(before))
+        if journal is not None:
+            journal.save(index, sample, task.task_id, episode)
+    assert episode is not None
+    return episode
 
 
 class _Progress:

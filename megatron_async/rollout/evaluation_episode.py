@@ -6,6 +6,7 @@ Invariant: plain JSON, so that an interrupted evaluation can keep finished episo
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ class EvaluatedEpisode:
     the limit that cut it, or the kind of failure. info: what `Environment.reward` said. truncated: a limit cut it.
     tokens, turns: of the policy. versions: [oldest, newest] policy version that sampled; None for a policy that has
     none (an endpoint). seconds: spent waiting for the policy and the environment. unmetered: turns whose tokens the
-    endpoint did not state; `tokens` lacks them, and no limit on tokens could be applied.
+    endpoint did not state; `tokens` lacks them, and no limit on tokens could be applied. failed_attempts: kind of
+    failure -> attempts at this episode that ended so before this one.
     """
 
     reward: float | None
@@ -36,6 +38,7 @@ class EvaluatedEpisode:
     versions: tuple[int, int] | None = None
     seconds: float = 0.0
     unmetered: int = 0
+    failed_attempts: dict[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -46,6 +49,11 @@ class EvaluatedEpisode:
     def succeeded(self) -> bool:
         """Whether its reward is 1."""
         return self.reward is not None and self.reward >= SUCCESS_REWARD
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Kind -> attempts at this episode that failed, this one too if it did."""
+        return Counter(self.failed_attempts) + Counter([self.ending] * self.failed)
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> EvaluatedEpisode:

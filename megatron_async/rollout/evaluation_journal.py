@@ -1,7 +1,7 @@
 """Finished episodes of an evaluation that is under way, so that an interrupted one goes on where it stopped.
 
     <place>/<digest of the conditions>/conditions.json    what is evaluated: policy, sampling, environment, files, seed
-                                       <task>-<sample>.episode
+                                       <task>-<sample>.episode, or .failed while no attempt at it has succeeded
                                        results/           what is being written when all are played
 
 Invariants: an episode (JSON) is on disk whole or not at all. Episodes of other conditions (another policy, other
@@ -59,9 +59,11 @@ class EvaluationJournal:
                 )
 
     def load(self, task: int, sample: int, task_id: str) -> EvaluatedEpisode | None:
-        """The episode, or None if it has not been played. task_id: of the task that has this index now."""
-        path = self._path(task, sample)
-        if not path.is_file():
+        """The episode, or the last attempt at it if all failed; None if it has not been played. task_id: of the task
+        that has this index now."""
+        paths = (self._path(task, sample, failed) for failed in (False, True))
+        path = next((path for path in paths if path.is_file()), None)
+        if path is None:
             return None
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["task_id"] != task_id:
@@ -72,8 +74,8 @@ class EvaluationJournal:
         return EvaluatedEpisode.from_json(kept["episode"])
 
     def save(self, task: int, sample: int, task_id: str, episode: EvaluatedEpisode) -> None:
-        """Keep a finished episode."""
-        path = self._path(task, sample)
+        """Keep an attempt, in place of one that failed."""
+        path = self._path(task, sample, episode.failed)
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"task_id": task_id, "episode": episode.to_json()}), encoding="utf-8")
         os.replace(part, path)
@@ -87,8 +89,8 @@ class EvaluationJournal:
         with contextlib.suppress(OSError):  # others are in there
             self._place.rmdir()
 
-    def _path(self, task: int, sample: int) -> Path:
-        return self._folder / f"{task}-{sample}.episode"
+    def _path(self, task: int, sample: int, failed: bool) -> Path:
+        return self._folder / f"{task}-{sample}.{'failed' if failed else 'episode'}"
 
 
 def _episodes(folder: Path) -> int:

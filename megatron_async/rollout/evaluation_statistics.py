@@ -32,7 +32,8 @@ class EvaluationResult:
     any task. tasks, episodes: how many were counted. short_tasks: tasks with fewer samples than were asked for, or
     none; left_out: episodes they lack. tokens, turns: mean action tokens and policy turns per episode. truncated:
     episodes cut by a limit.
-    endings: kind -> episodes. failures: kind -> episodes left out. versions: [oldest, newest] policy version that
+    endings: kind -> episodes. failures: kind -> episodes left out. failed_attempts: kind -> attempts at episodes that
+    failed, whether another one then succeeded or not. versions: [oldest, newest] policy version that
     sampled; None for a policy without versions. seconds: wall time. benchmark: what the task source itself reports
     (its own metrics, floor, endings), empty for most. labels: what every report must state (trained on evaluation
     tasks, ...). subject: who was evaluated and how (`evaluation_subject.Subject`). unmetered: turns whose tokens the
@@ -58,6 +59,7 @@ class EvaluationResult:
     short_tasks: int = 0
     left_out: int = 0
     unmetered: int = 0
+    failed_attempts: dict[str, int] = field(default_factory=dict)
     benchmark: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     subject: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class EvaluationResult:
 
     def stated(self) -> dict[str, Any]:
         """What a task source's own report must state too: about whom it is, what it lacks, labels."""
-        kept = ("subject", "labels", "failures", "short_tasks", "left_out", "versions")
+        kept = ("subject", "labels", "failures", "failed_attempts", "short_tasks", "left_out", "versions")
         values = asdict(self)
         return {name: values[name] for name in kept}
 
@@ -131,6 +133,9 @@ def describe(result: EvaluationResult) -> str:
     lines += [f"| {ending} | {count} |" for ending, count in sorted(result.endings.items())]
     lines += [f"| failed, not counted: {kind} | {count} |" for kind, count in sorted(result.failures.items())]
     lines += ["", f"Per episode: {result.turns:.1f} turns, {result.tokens:.0f} tokens. {result.seconds:.0f} s in all."]
+    if result.failed_attempts:
+        told = ", ".join(f"{kind} {count}" for kind, count in sorted(result.failed_attempts.items()))
+        lines.append(f"Attempts that failed, and were repeated or left out: {told}.")
     if result.unmetered:
         lines.append(
             f"The endpoint did not say how many tokens {result.unmetered} turns took: they are missing here, and "

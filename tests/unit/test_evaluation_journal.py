@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_async.rollout.environments.base import Task
+from megatron_async.rollout.environments.base import EnvironmentFailure, Task
 from megatron_async.rollout.evaluation import engine_player, evaluate
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_journal import EvaluationJournal
+from megatron_async.rollout.evaluation_statistics import describe
 from megatron_async.trajectory import SamplingParams
 from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
 from tests.unit.test_evaluation import LIMITS
@@ -21,10 +22,10 @@ class Crash(RuntimeError):
     pass
 
 
-def run(journal: EvaluationJournal, source: ScriptedSource) -> Any:
+def run(journal: EvaluationJournal, source: ScriptedSource, samples: int = 2) -> Any:
     sampling = SamplingParams(temperature=0.0, max_new_tokens=20)
     play = engine_player(RuleSampler(), source, PlainChat(), sampling, LIMITS)
-    return asyncio.run(evaluate(play, source, tasks=4, samples=2, concurrency=1, journal=journal))
+    return asyncio.run(evaluate(play, source, tasks=4, samples=samples, concurrency=1, journal=journal))
 
 
 def test_episodes_that_are_known_are_not_played_again(tmp_path: Path) -> None:
@@ -71,6 +72,26 @@ def test_an_episode_survives_the_disk_unchanged(tmp_path: Path) -> None:
     journal.save(1, 0, "b", episode)
     assert journal.load(1, 0, "b") == episode
     assert journal.load(1, 1, "b") is None
+
+
+def test_failed_attempts_are_counted_also_those_before_an_interruption(tmp_path: Path) -> None:
+    """Task 0 fails twice, is interrupted, fails once more and succeeds; task 1 always fails and is left out."""
+    plays = {0: 0, 1: 0}
+
+    def make(task: Task) -> ScriptedEnvironment:
+        index = task.data["index"]
+        plays[index] = plays.get(index, 0) + 1
+        if index == 0 and plays[0] == 3:
+            raise Crash
+        fails = index == 1 or (index == 0 and plays[0] in (1, 2, 4))
+        return ScriptedEnvironment(at={"reset": EnvironmentFailure("silent", "user_failure")} if fails else {})
+
+    with pytest.raises(ExceptionGroup):
+        run(EvaluationJournal(tmp_path / "j", {}), ScriptedSource(make), samples=1)
+    result = run(EvaluationJournal(tmp_path / "j", {}), ScriptedSource(make), samples=1)
+    assert result.failures == {"user_failure": 1} and result.tasks == 3
+    assert result.failed_attempts == {"user_failure": 3 + 3} == result.stated()["failed_attempts"]
+    assert "repeated or left out: user_failure 6." in describe(result)
 
 
 def test_an_episode_of_another_task_is_played_again(tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_errors_are_those_of_the_factory_and_name_the_interpreter() -> None:
         source.task(10**9)
 
 
+@pytest.mark.parametrize("kind", ["environment_failure", "judge_failure"])
+def test_a_failure_is_counted_by_its_kind_here_too(kind: str) -> None:
+    sent = protocol.decode(protocol.encode(protocol.failure(EnvironmentFailure("silent", kind))))
+    with pytest.raises(EnvironmentFailure, match=r"silent \(in there\)") as failure:
+        protocol.result_of(sent, "there")
+    assert failure.value.kind == kind
+
+
 def test_death_of_the_process_fails_its_episodes_and_the_next_ones_are_served() -> None:
     source = desk()
     held = client._process(sys.executable)

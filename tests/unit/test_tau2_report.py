@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from megatron_async.rollout.environments.base import EnvironmentFailure, Outcome, ReportingTaskSource
-from megatron_async.rollout.environments.tau2 import report
+from megatron_async.rollout import environment_calls
+from megatron_async.rollout.environment_calls import EpisodeFailure
+from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource
+from megatron_async.rollout.environments.tau2 import report, reward
+from megatron_async.rollout.environments.tau2.episode import Said
 from megatron_async.rollout.estimators import over_tasks, pass_hat_k
 from megatron_async.rollout.evaluation import evaluate
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
@@ -205,23 +208,39 @@ def test_a_report_without_an_evaluation_says_what_its_tasks_say(tmp_path: Path) 
     assert "**max errors: 3.**" in (tmp_path / "tau2-telecom.md").read_text()
 
 
-def test_errors_of_the_user_simulator_stand_in_the_report(tmp_path: Path) -> None:
-    endpoint = {"kind": "endpoint", "endpoint": {"url": "http://127.0.0.1:9/v1", "retries": 0}}
-    source = source_of("telecom", user=endpoint)
-    environment = source.environment(source.task(0))
+def test_errors_of_user_and_judge_stand_in_the_report_of_their_evaluation(tmp_path: Path) -> None:
+    """Counted with the episodes: a second evaluation in the same process begins at none. The user of the first task
+    gives up twice before it answers, the other's judge never answers."""
+    models = {
+        "user": {"kind": "endpoint", "endpoint": {"url": "http://127.0.0.1:9/v1", "retries": 0}},
+        "judge": {"url": "http://127.0.0.1:9/v1"},
+    }
+    source = source_of("telecom", **models)
+    scripted = source_of("telecom")
+    plays: Counter[str] = Counter()
 
-    async def unanswered() -> None:
-        try:
-            await environment.reset()
-        finally:
-            await environment.close()
+    async def player(task: Any, sample: str) -> EvaluatedEpisode:
+        plays[task.task_id] += 1
+        if task.task_id == source.task(0).task_id and plays[task.task_id] <= 2:
+            environment = source.environment(task)
+            try:
+                await environment_calls.ask(environment, "reset", environment.reset(), 60.0)
+            except EpisodeFailure as failure:
+                return EvaluatedEpisode(None, failure.kind)
+            finally:
+                await environment.close()
+        if task.task_id == source.task(1).task_id:
+            return EvaluatedEpisode(None, reward.JUDGE_FAILED)
+        reward_, info = await play(environment_of(scripted, task.data["id"]), [Said("Goodbye.")])
+        return EvaluatedEpisode(reward_, "done", {**info, "user_repeats": 2, "judge_repeats": 1})
 
-    with pytest.raises(EnvironmentFailure, match="user simulator: "):
-        asyncio.run(unanswered())
-    task_id = source.task(0).data["id"]
-    summary = source.report(outcomes_of(source_of("telecom"), [task_id], 1), 1, tmp_path)
-    assert summary["user_errors"] == {"repeated": 0, "unanswered": 1}
-    assert "0 requests repeated, 1 given up" in (tmp_path / "tau2-telecom.md").read_text()
+    for given_up in (2, 0):
+        result = asyncio.run(evaluate(player, source, tasks=3, samples=1, concurrency=1, folder=tmp_path))
+        assert result.benchmark["user_errors"] == {"repeated": 4, "unanswered": given_up}
+        assert result.benchmark["judge_errors"] == {"repeated": 2, "unanswered": 3}
+        page = (tmp_path / "tau2-telecom.md").read_text()
+        assert f"User simulator: 4 requests of these episodes repeated, {given_up} attempts at an" in page
+        assert "Judge: 2 requests of these episodes repeated, 3 attempts at an" in page
 
 
 def test_cut_episodes_are_reported_as_the_benchmarks_step_limit(tmp_path: Path) -> None:

@@ -25,10 +25,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def ask(
     server: ChatServer, *, messages: list[dict[str, Any]] | None = None, tools: Any = (), **options: Any
-) -> tuple[Any, ChatEndpoint]:
+) -> tuple[Any, int]:
+    """(the answer, how often the request was sent again)."""
     chat = ChatEndpoint(EndpointOptions(url=server.url, **options))
+    repeats: list[int] = []
     async with chat.session() as session:
-        return await chat.complete(session, messages or [text("hi")], list(tools), well_formed), chat
+        said = [*(messages or [text("hi")])]
+        answer = await chat.complete(session, said, list(tools), well_formed, lambda: repeats.append(1))
+    return answer, len(repeats)
 
 
 def with_server(server: ChatServer, use: Callable[[ChatServer], Any]) -> Any:
@@ -52,17 +56,17 @@ def test_answer_has_text_calls_and_tokens() -> None:
 @pytest.mark.parametrize("failure", [500, 503, 429, 408, "junk"])
 def test_failures_that_may_pass_are_repeated(failure: int | str) -> None:
     server = ChatServer(lambda body: text("ok"), lambda request: failure if request < 2 else None)
-    answer, chat = with_server(server, lambda s: ask(s, timeout_s=60, retries=2))
+    answer, repeats = with_server(server, lambda s: ask(s, timeout_s=60, retries=2))
     assert answer.content == "ok"
-    assert (len(server.bodies), chat.failures) == (3, 2)
+    assert (len(server.bodies), repeats) == (3, 2)
 
 
 def test_no_answer_in_time_is_repeated() -> None:
     server = ChatServer(lambda body: text("ok"), lambda request: "hang" if request < 2 else None)
     # More repetitions than hangs: on a busy machine an honest answer may be late too.
-    answer, chat = with_server(server, lambda s: ask(s, timeout_s=0.3, retries=20))
+    answer, repeats = with_server(server, lambda s: ask(s, timeout_s=0.3, retries=20))
     assert answer.content == "ok"
-    assert chat.failures >= 2
+    assert repeats >= 2
 
 
 def test_retries_are_bounded_and_the_error_says_what_was_last() -> None:
@@ -126,8 +130,9 @@ def test_agent_hears_what_the_user_says_not_what_it_thinks(thoughts: str) -> Non
 def test_user_that_was_cut_or_only_thought_is_asked_again_and_then_fails(broken: dict[str, Any]) -> None:
     answers = iter([broken, text("fine")])
     assert with_server(ChatServer(lambda body: next(answers)), hear).content == "fine"
-    with pytest.raises(EnvironmentFailure, match="user simulator: .* in 2 attempts"):
+    with pytest.raises(EnvironmentFailure, match="user simulator: .* in 2 attempts") as failure:
         with_server(ChatServer(lambda body: broken), hear)
+    assert failure.value.kind == "user_failure"
 
 
 async def hear(server: ChatServer) -> Any:
@@ -159,8 +164,11 @@ def test_judge_decides_and_its_failure_is_no_reward(monkeypatch: pytest.MonkeyPa
         return await play(environment_of(source, task_id), altered(judged, "gold", False))
 
     for met in (True, False):
-        value, info = with_server(ChatServer(verdict(met)), reward)
+        fail = lambda request, met=met: "junk" if met and request < 1 else None
+        value, info = with_server(ChatServer(verdict(met), fail), reward)
         assert (value, info["breakdown"]["NL_ASSERTION"]) == (float(met), float(met))
         assert info["reward_basis"] == ["DB", "NL_ASSERTION"]
-    with pytest.raises(EnvironmentFailure, match="judge: .*no usable answer in 2 attempts"):
+        assert info["judge_repeats"] == int(met)
+    with pytest.raises(EnvironmentFailure, match="judge: .*no usable answer in 2 attempts") as failure:
         with_server(ChatServer(lambda body: text("maybe")), reward)
+    assert failure.value.kind == "judge_failure"

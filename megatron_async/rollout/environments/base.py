@@ -25,9 +25,14 @@ Split = Literal["train", "heldout"]
 class EnvironmentFailure(RuntimeError):
     """The environment itself failed (a tool server is down, a user simulator timed out, a database is corrupt).
 
-    Raised from any method of `Environment`. The episode ends with status `environment_error`, is counted, and is
-    excluded from the loss: a failure is not a reward of 0.
+    Raised from any method of `Environment`. The episode ends with status `environment_error`, is counted by `kind`, and
+    is excluded from the loss: a failure is not a reward of 0. kind: a short name, where a report should tell a failure
+    from others.
     """
+
+    def __init__(self, message: str = "", kind: str = "environment_failure") -> None:
+        self.kind = kind
+        super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)

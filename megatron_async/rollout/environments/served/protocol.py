@@ -1,7 +1,8 @@
 """What goes over the socket between a rollout and the process that holds its environments.
 
 One connection per episode, and one for the tasks. Each message is one line of JSON: a request {"call": NAME, ...} is
-answered by {"result": ...} or {"error": KIND, "message": TEXT}, in order.
+answered by {"result": ...} or {"error": KIND, "message": TEXT}, in order; a failure of the environment also has the
+"kind" that it is counted by.
 
 Invariants
 - JSON only: nothing that is received is ever executed or unpickled.
@@ -64,13 +65,17 @@ def failure(error: Exception) -> dict[str, Any]:
     )
     kind = next((name for name, type_ in kinds if isinstance(error, type_)), "bug")
     text = f"{type(error).__name__}: {error}" if kind == "bug" else str(error)
-    return {"error": kind, "message": text}
+    counted = {"kind": error.kind} if isinstance(error, EnvironmentFailure) else {}
+    return {"error": kind, "message": text, **counted}
 
 
 def result_of(answer: Mapping[str, Any], where: str) -> Any:
     """The result of an answer; raises the error that it carries, with `where` it came from."""
     if "error" in answer:
-        raise _ERRORS[answer["error"]](f"{answer['message']} (in {where})")
+        message = f"{answer['message']} (in {where})"
+        if "kind" in answer:
+            raise EnvironmentFailure(message, answer["kind"])
+        raise _ERRORS[answer["error"]](message)
     return answer["result"]
 
 

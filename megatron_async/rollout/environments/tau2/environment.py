@@ -77,6 +77,7 @@ class Tau2Environment:
         self._stamp = dict(stamp)
         self._user = _user(context, task)
         self._malformed: str | None = None
+        self._judge_repeats = 0
 
     async def reset(self) -> Start:
         """The system prompt, the greeting, and the user's first words. EnvironmentFailure if the user cannot speak."""
@@ -119,6 +120,9 @@ class Tau2Environment:
             info["parse_error"] = self._malformed
         if isinstance(self._user, EndpointUser):
             info["user_tokens"] = [self._user.prompt_tokens, self._user.completion_tokens]
+            info["user_repeats"] = self._user.repeats
+        if self.context.judge is not None:
+            info["judge_repeats"] = self._judge_repeats
         if self.context.records:
             info["transcript"] = episode.transcript()
         return verdict.reward, info
@@ -181,9 +185,14 @@ class Tau2Environment:
         messages = [{"role": message.role, "content": message.content} for message in asked]
         async with endpoint.session() as session:
             try:
-                return await endpoint.complete(session, messages, [], lambda answer: read(answer.content))
+                return await endpoint.complete(
+                    session, messages, [], lambda answer: read(answer.content), self._judge_repeated
+                )
             except EndpointError as error:
-                raise EnvironmentFailure(f"judge: {error}") from error
+                raise EnvironmentFailure(f"judge: {error}", reward.JUDGE_FAILED) from error
+
+    def _judge_repeated(self) -> None:
+        self._judge_repeats += 1
 
 
 class Tau2Tasks:
@@ -244,10 +253,7 @@ class Tau2Tasks:
 
     def report(self, outcomes: Sequence[Outcome], samples: int, folder: Path) -> dict[str, Any]:
         """Results in the benchmark's own format and a page for people; needs recorded transcripts."""
-        said, endpoint = self.stamp(), self.context.user_endpoint
-        if endpoint is not None:  # of this process: an evaluation that was interrupted forgets its earlier ones
-            said["user_errors"] = {"repeated": endpoint.failures, "unanswered": endpoint.unanswered}
-        return report.write(self.context.domain, self.options, said, outcomes, samples, folder)
+        return report.write(self.context.domain, self.options, self.stamp(), outcomes, samples, folder)
 
     def stamp(self) -> dict[str, Any]:
         """What every report about these tasks must say."""

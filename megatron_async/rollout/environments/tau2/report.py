@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_async.rollout.environments.base import Outcome
+from megatron_async.rollout.environments.tau2 import reward, users
 from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.floor import floor
 from megatron_async.rollout.environments.tau2.options import Tau2Options
@@ -50,10 +51,11 @@ def write(
     name = f"tau2-{options.domain}{'-solo' if options.solo else ''}"
     stated = read_subject(folder)
     unusual = {**labels(stamp), **stated.get("labels", {})}
-    noted = {**{name: stamp[name] for name in stamp if name != "user_errors"}, "labels": unusual}
+    noted = {**stamp, "labels": unusual}
     results = benchmark_results(domain, options, outcomes, samples, stated.get("subject", {}), noted)
     (folder / f"{name}.json").write_text(results.model_dump_json(indent=2), encoding="utf-8")
     summary = {**stamp, **summarise(domain, options, outcomes, samples)}
+    summary |= _model_errors(options, outcomes, stated.get("failed_attempts", {}))
     if TRAINED_ON in unusual:
         summary[TRAINED_ON] = int(unusual[TRAINED_ON])
     page = markdown(summary, {**_lacking(outcomes, samples), **stated, "labels": unusual})
@@ -123,12 +125,38 @@ def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
         f"{summary['reward_policy']}. {_evaluators(summary)}",
     ]
     if "user_errors" in summary:
-        errors, tokens = summary["user_errors"], summary["user_tokens"]
-        lines.append(
-            f"User simulator: {errors['repeated']} requests repeated, {errors['unanswered']} given up (such episodes "
-            f"are not counted); {tokens[0]} prompt and {tokens[1]} completion tokens."
-        )
+        tokens = summary["user_tokens"]
+        used = f"{tokens[0]} prompt and {tokens[1]} completion tokens"
+        lines.append(f"User simulator: {_told(summary['user_errors'])}; {used}.")
+    if "judge_errors" in summary:
+        lines.append(f"Judge: {_told(summary['judge_errors'])}.")
     return "\n".join(lines) + "\n"
+
+
+def _model_errors(
+    options: Tau2Options, outcomes: Sequence[Outcome], failed_attempts: Mapping[str, int]
+) -> dict[str, Any]:
+    """For user and judge, where a model plays them: requests of the counted episodes that were repeated, and attempts
+    at an episode that ended because no usable answer came. failed_attempts: as of `EvaluationResult`."""
+    asked = {
+        "user": (_user_model(options) is not None, users.FAILED),
+        "judge": (bool(options.judge.url), reward.JUDGE_FAILED),
+    }
+    return {
+        f"{who}_errors": {
+            "repeated": sum(outcome.info.get(f"{who}_repeats", 0) for outcome in outcomes),
+            "unanswered": failed_attempts.get(kind, 0),
+        }
+        for who, (is_model, kind) in asked.items()
+        if is_model
+    }
+
+
+def _told(errors: Mapping[str, int]) -> str:
+    return (
+        f"{errors['repeated']} requests of these episodes repeated, {errors['unanswered']} attempts at an episode "
+        "given up (not counted: played again, or left out)"
+    )
 
 
 def _evaluators(summary: Mapping[str, Any]) -> str:

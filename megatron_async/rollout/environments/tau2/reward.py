@@ -33,6 +33,9 @@ STOPS = ("user_stop", "agent_stop")
 
 JUDGED = "NL_ASSERTION"
 
+JUDGE_FAILED = "judge_failure"
+"""What failures are counted by where the judge gave no usable answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

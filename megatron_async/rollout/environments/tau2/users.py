@@ -24,6 +24,9 @@ from megatron_async.rollout.environments.tau2.episode import ChatMessage, Said
 STOP = "###STOP###"
 """What the benchmark's users say when they are done."""
 
+FAILED = "user_failure"
+"""What failures are counted by where a user's model gave no usable answer."""
+
 ASKING = "Please do this on your side: "
 CLOSING = "That is everything."
 
@@ -40,20 +43,24 @@ class User(Protocol):
 
 @dataclass(slots=True)
 class EndpointUser:
-    """A language model with the benchmark's prompt. prompt_tokens and completion_tokens: what it has used so far."""
+    """A language model with the benchmark's prompt.
+
+    prompt_tokens, completion_tokens: what it has used so far. repeats: requests that had to be sent again.
+    """
 
     endpoint: ChatEndpoint
     session: aiohttp.ClientSession | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    repeats: int = 0
 
     async def answer(self, conversation: list[ChatMessage], tools: list[dict[str, Any]]) -> Said:
         if self.session is None:
             self.session = self.endpoint.session()
         try:
-            completion = await self.endpoint.complete(self.session, conversation, tools, _spoken)
+            completion = await self.endpoint.complete(self.session, conversation, tools, _spoken, self._repeated)
         except EndpointError as error:
-            raise EnvironmentFailure(f"user simulator: {error}") from error
+            raise EnvironmentFailure(f"user simulator: {error}", FAILED) from error
         self.prompt_tokens += completion.prompt_tokens
         self.completion_tokens += completion.completion_tokens
         return Said(completion.content, completion.calls)
@@ -61,6 +68,9 @@ class EndpointUser:
     async def close(self) -> None:
         if self.session is not None:
             await self.session.close()
+
+    def _repeated(self) -> None:
+        self.repeats += 1
 
 
 def _spoken(completion: Completion) -> Completion:
