@@ -14,7 +14,14 @@ from typing import Any
 
 from megatron_async import training_record
 from megatron_async.errors import UserError
-from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k, standard_error
+from megatron_async.rollout.estimators import (
+    interval,
+    intervals_over_tasks,
+    over_tasks,
+    pass_at_k,
+    pass_hat_k,
+    standard_error,
+)
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 
 TRAINED_ON = "trained_on_evaluation_tasks"
@@ -29,9 +36,9 @@ class EvaluationResult:
     single one; confidence_95: see `estimators.interval`; None with a single task. mean_reward: mean reward.
     pass_hat[k]: chance that k samples of a task *all* succeed (pass^k of τ-bench). pass_at[k]: chance that at least
     one of k does (pass@k). Both are the unbiased estimators over the samples of each task, up to the fewest samples of
-    any task. tasks, episodes: how many were counted. short_tasks: tasks with fewer samples than were asked for, or
-    none; left_out: episodes they lack. tokens, turns: mean action tokens and policy turns per episode. truncated:
-    episodes cut by a limit.
+    any task; pass_hat_95[k], pass_at_95[k]: their 95 % intervals (`estimators.intervals_over_tasks`). tasks, episodes:
+    how many were counted. short_tasks: tasks with fewer samples than were asked for, or none; left_out: episodes they
+    lack. tokens, turns: mean action tokens and policy turns per episode. truncated: episodes cut by a limit.
     endings: kind -> episodes. failures: kind -> episodes left out. failed_attempts: kind -> attempts at episodes that
     failed, whether another one then succeeded or not. versions: [oldest, newest] policy version that
     sampled; None for a policy without versions. seconds: wall time. benchmark: what the task source itself reports
@@ -59,6 +66,8 @@ class EvaluationResult:
     short_tasks: int = 0
     left_out: int = 0
     unmetered: int = 0
+    pass_hat_95: dict[int, tuple[float, float] | None] = field(default_factory=dict)
+    pass_at_95: dict[int, tuple[float, float] | None] = field(default_factory=dict)
     failed_attempts: dict[str, int] = field(default_factory=dict)
     benchmark: dict[str, Any] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -99,6 +108,8 @@ def summarise(
         mean_reward=sum(episode.reward or 0.0 for episode in flat) / len(flat),
         pass_hat=over_tasks(outcomes, samples, pass_hat_k),
         pass_at=over_tasks(outcomes, samples, pass_at_k),
+        pass_hat_95=intervals_over_tasks(outcomes, samples, pass_hat_k),
+        pass_at_95=intervals_over_tasks(outcomes, samples, pass_at_k),
         tasks=len(played),
         samples_per_task=samples,
         episodes=len(flat),
@@ -127,8 +138,7 @@ def describe(result: EvaluationResult) -> str:
     if "floor" in result.benchmark:
         lines.append(f"Doing nothing scores {result.benchmark['floor']:.1%} on the same tasks.")
     lines += [*describe_labels(result.labels), "", *describe_subject(result.stated(), result.benchmark)]
-    lines += ["", "| k | pass^k | pass@k |", "|---|---|---|"]
-    lines += [f"| {k} | {value:.3f} | {result.pass_at[k]:.3f} |" for k, value in result.pass_hat.items()]
+    lines += ["", *describe_passes(asdict(result))]
     lines += ["", "| ending | episodes |", "|---|---|"]
     lines += [f"| {ending} | {count} |" for ending, count in sorted(result.endings.items())]
     lines += [f"| failed, not counted: {kind} | {count} |" for kind, count in sorted(result.failures.items())]
@@ -142,6 +152,21 @@ def describe(result: EvaluationResult) -> str:
             "rollout.max_tokens could not cut their episodes."
         )
     return "\n".join(lines) + "\n"
+
+
+def describe_passes(values: Mapping[str, Any]) -> list[str]:
+    """A table of pass^k and pass@k. values: `pass_hat`, `pass_at` and their intervals, as of `EvaluationResult`."""
+
+    def row(k: int) -> str:
+        cells = [f"{values[name][k]:.3f} | {_span(values[name + '_95'][k])}" for name in ("pass_hat", "pass_at")]
+        return f"| {k} | {' | '.join(cells)} |"
+
+    head = "| k | pass^k | 95 % interval | pass@k | 95 % interval |"
+    return [head, "|---|---|---|---|---|", *map(row, values["pass_hat"])]
+
+
+def _span(interval: tuple[float, float] | None) -> str:
+    return "unknown" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def describe_labels(labels: Mapping[str, str]) -> list[str]:

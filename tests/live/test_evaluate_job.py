@@ -30,7 +30,7 @@ def test_a_checkpoint_is_evaluated_and_no_engine_is_left(
     assert cli.main(["evaluate", *arguments]) == 0
     written = json.loads((folder / "evaluation.json").read_text())
     assert (written["tasks"], written["episodes"], written["versions"]) == (6, 12, [0, 0])
-    assert "| k | pass^k | pass@k |" in capsys.readouterr().out
+    assert "| k | pass^k | 95 % interval | pass@k |" in capsys.readouterr().out
     assert not (folder / "under_way").exists()
     assert not (tmp_path / "r").exists(), "a checkpoint's evaluation leaves a run alone"
     assert "Uvicorn running" in (folder / "logs/engine_0.log").read_text()

@@ -230,8 +230,9 @@ def test_command_writes_results_and_page(tmp_path: Path, capsys: pytest.CaptureF
     assert command(write_config(tmp_path), server) == 0
     written = json.loads((tmp_path / "r/evaluation/a-b/desk/evaluation.json").read_text())
     assert (written["tasks"], written["episodes"], written["versions"]) == (3, 6, None)
-    assert set(written["pass_hat"]) == {"1", "2"}
-    assert "| k | pass^k | pass@k |" in capsys.readouterr().out
+    assert set(written["pass_hat"]) == set(written["pass_at_95"]) == {"1", "2"}
+    assert written["pass_hat_95"]["2"][0] == 0.0 < written["pass_hat_95"]["2"][1]
+    assert "| k | pass^k | 95 % interval | pass@k |" in capsys.readouterr().out
     assert server.bodies[0]["model"] == "a/b"
     assert not (tmp_path / "r/evaluations.jsonl").exists()
 

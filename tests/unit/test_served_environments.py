@@ -311,7 +311,8 @@ def test_benchmark_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert mine[0] == theirs[0] == 1.0
         assert {**mine[1], "transcript": 0} == {**theirs[1], "transcript": 0}
         outcomes.append(Outcome(there.task(index), 0, *theirs, 10, 5, 1.0))
-    assert there.report(outcomes, 1, tmp_path)["pass_hat"] == {1: 1.0}
+    summary = there.report(outcomes, 1, tmp_path)
+    assert summary["pass_hat"] == {1: 1.0} and summary["pass_hat_95"][1][0] < 1.0
     assert (tmp_path / "tau2-telecom.json").is_file()
 
 

@@ -62,6 +62,9 @@ def test_results_are_read_by_the_benchmark_and_give_its_numbers(tmp_path: Path) 
     assert summary["terminations"] == {"user_stop": 24}
     page = (tmp_path / "tau2-telecom.md").read_text()
     assert "Doing nothing scores 0.0%" in page
+    assert summary["pass_hat_95"][1] == summary["pass_at_95"][1] == summary["confidence_95"]
+    low, high = summary["pass_hat_95"][4]
+    assert f"| 4 | {summary['pass_hat'][4]:.3f} | {low:.3f} to {high:.3f} | {summary['pass_at'][4]:.3f} | " in page
     assert "user: scripted" in page
 
 

@@ -111,7 +111,7 @@ class ServedReportingTasks(ServedTasks):
             "folder": str(folder.resolve()),
         }
         summary: dict[str, Any] = _ask(self._process, self._asked, request)
-        for name in ("pass_hat", "pass_at"):  # JSON knows no integer keys
+        for name in ("pass_hat", "pass_at", "pass_hat_95", "pass_at_95"):  # JSON knows no integer keys
             if name in summary:
                 summary[name] = {int(k): value for k, value in summary[name].items()}
         return summary

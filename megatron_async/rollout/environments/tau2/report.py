@@ -28,8 +28,19 @@ from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.floor import floor
 from megatron_async.rollout.environments.tau2.options import Tau2Options
 from megatron_async.rollout.environments.tau2.stamp import labels
-from megatron_async.rollout.estimators import interval, over_tasks, pass_at_k, pass_hat_k
-from megatron_async.rollout.evaluation_statistics import TRAINED_ON, describe_labels, describe_subject
+from megatron_async.rollout.estimators import (
+    interval,
+    intervals_over_tasks,
+    over_tasks,
+    pass_at_k,
+    pass_hat_k,
+)
+from megatron_async.rollout.evaluation_statistics import (
+    TRAINED_ON,
+    describe_labels,
+    describe_passes,
+    describe_subject,
+)
 from megatron_async.rollout.evaluation_subject import read_subject
 
 SUCCESS = 1.0 - 1e-6
@@ -80,6 +91,8 @@ def summarise(
         "confidence_95": interval(rates),
         "pass_hat": over_tasks(by_task.values(), samples, pass_hat_k),
         "pass_at": over_tasks(by_task.values(), samples, pass_at_k),
+        "pass_hat_95": intervals_over_tasks(by_task.values(), samples, pass_hat_k),
+        "pass_at_95": intervals_over_tasks(by_task.values(), samples, pass_at_k),
         "floor": nothing.rate,
         "terminations": dict(Counter(str(outcome.info.get("termination")) for outcome in outcomes)),
         "evaluator": options.evaluator,
@@ -111,9 +124,7 @@ def markdown(summary: Mapping[str, Any], stated: Mapping[str, Any]) -> str:
         "",
         *describe_subject(stated, summary),
         "",
-        "| k | pass^k | pass@k |",
-        "|---|---|---|",
-        *(f"| {k} | {value:.3f} | {summary['pass_at'][k]:.3f} |" for k, value in summary["pass_hat"].items()),
+        *describe_passes(summary),
         "",
         "| ending | episodes |",
         "|---|---|",
