@@ -9,7 +9,9 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,9 @@ FAILED = "user_failure"
 
 ASKING = "Please do this on your side: "
 CLOSING = "That is everything."
+
+_SHOWN = 120
+"""Characters that an error shows of a text, around the first difference."""
 
 
 class User(Protocol):
@@ -118,31 +123,77 @@ class ScriptedUser:
         """Nothing is held."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One recorded message of the user. heard: (speaker, text) of all that the user heard since its last one."""
+
+    heard: tuple[tuple[str, str], ...]
+    said: Said
+
+
 class RecordedUser:
-    """Says the user messages of a recorded conversation, in order, whatever it hears."""
+    """Says the user messages of a recorded conversation, as long as it hears what the recorded user heard.
+
+    What a user hears: the agent's words and the results of its own tools; never the agent's calls. The first difference
+    raises `EnvironmentFailure`: what the recorded user would have said to other words nobody knows.
+    """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._lines = [
-            Said(
-                message.get("content") or "",
-                tuple((call["name"], call["arguments"]) for call in message.get("tool_calls") or ()),
-            )
-            for message in messages
-            if message["role"] == "user"
-        ]
-        self._next = 0
+        self._lines = _lines(messages)
 
     async def answer(self, conversation: list[ChatMessage], tools: list[dict[str, Any]]) -> Said:
-        if self._next >= len(self._lines):
+        # counted in what was said, not in calls of this method: a task's history has lines of the user too
+        number = sum(message["role"] == "assistant" for message in conversation)
+        if number >= len(self._lines):
             raise EnvironmentFailure(
                 f"the recording has {len(self._lines)} user messages and the conversation needs another: it has taken "
                 "another course"
             )
-        self._next += 1
-        return self._lines[self._next - 1]
+        line, heard = self._lines[number], _heard(conversation)
+        if heard != line.heard:
+            raise EnvironmentFailure(_difference(number + 1, line.heard, heard))
+        return line.said
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+def _lines(messages: Sequence[Mapping[str, Any]]) -> list[_Line]:
+    lines: list[_Line] = []
+    heard: list[tuple[str, str]] = []
+    for message in messages:
+        calls, text = message.get("tool_calls") or (), message.get("content") or ""
+        if message["role"] == "user":
+            said = Said(text, tuple((call["name"], call["arguments"]) for call in calls))
+            lines.append(_Line(tuple(heard), said))
+            heard = []
+        elif message["role"] == "tool" and message.get("requestor") == "user":
+            heard.append(("tool", text.strip()))
+        elif message["role"] == "assistant" and not calls:
+            heard.append(("agent", text.strip()))
+    return lines
+
+
+def _heard(conversation: Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
+    """What the user heard since it last spoke, in its prompt: there the agent is its user."""
+    speakers = {"user": "agent", "tool": "tool"}
+    since = list(itertools.takewhile(lambda message: message["role"] in speakers, reversed(conversation)))
+    return tuple((speakers[message["role"]], message["content"].strip()) for message in reversed(since))
+
+
+def _difference(number: int, expected: Sequence[tuple[str, str]], heard: Sequence[tuple[str, str]]) -> str:
+    pairs = itertools.zip_longest(expected, heard, fillvalue=("nobody", ""))
+    (speaker, wanted), (other, found) = next(pair for pair in pairs if pair[0] != pair[1])
+    start = max(0, len(os.path.commonprefix([wanted, found])) - _SHOWN // 2)
+    return (
+        f"the conversation is not the recorded one: before its message {number} the recorded user heard {speaker}: "
+        f"{_part(wanted, start)}; now it heard {other}: {_part(found, start)}"
+    )
+
+
+def _part(text: str, start: int) -> str:
+    shown = text[start : start + _SHOWN]
+    return repr(f"{'...' if start else ''}{shown}{'...' if start + _SHOWN < len(text) else ''}")
 
 
 def load_recordings(path: str) -> dict[str, list[dict[str, Any]]]:
