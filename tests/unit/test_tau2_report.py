@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import io
 import json
 import random
 import subprocess
@@ -16,9 +17,10 @@ import pytest
 
 from megatron_async.rollout import environment_calls
 from megatron_async.rollout.environment_calls import EpisodeFailure
-from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource
+from megatron_async.rollout.environments.base import EnvironmentFailure, Outcome, ReportingTaskSource
 from megatron_async.rollout.environments.tau2 import report, reward
 from megatron_async.rollout.environments.tau2.episode import Said
+from megatron_async.rollout.environments.tau2.users import CLOSING
 from megatron_async.rollout.estimators import over_tasks, pass_hat_k
 from megatron_async.rollout.evaluation import evaluate
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
@@ -66,6 +68,40 @@ def test_results_are_read_by_the_benchmark_and_give_its_numbers(tmp_path: Path) 
     low, high = summary["pass_hat_95"][4]
     assert f"| 4 | {summary['pass_hat'][4]:.3f} | {low:.3f} to {high:.3f} | {summary['pass_at'][4]:.3f} | " in page
     assert "user: scripted" in page
+
+
+def test_the_benchmarks_viewer_shows_what_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of("retail", verify_official=0.0)
+    tasks = [source.task(index) for index in range(source.size)]
+    task = next(t for t in tasks if criteria_of(source, t).communicate_info and criteria_of(source, t).actions)
+    actions = criteria_of(source, task).actions
+    gold = altered(source.context.domain.tasks[task.data["id"]], "gold", False)
+    for turns, mark, match in ((gold, "✅", "YES"), ([Said(CLOSING)], "❌", "NO")):
+        reward, info = asyncio.run(play(environment_of(source, task.data["id"]), turns))
+        summary = source.report([Outcome(task, 0, reward, info, 1, 1, 1.0)], 1, tmp_path)
+        shown = viewed(tmp_path / summary["results"], monkeypatch)
+        assert f"DB Match: {match}" in shown and f"DB Check:{mark} {reward}" in shown
+        checked = shown.split("Action Checks:")[1].split("Communicate Checks:")
+        assert checked[0].count(mark) == len(actions)
+        assert checked[1].count(mark) == len(criteria_of(source, task).communicate_info)
+        assert info["transcript"][1]["content"][:20] in shown
+
+
+def criteria_of(source: Any, task: Any) -> Any:
+    return source.context.domain.tasks[task.data["id"]].evaluation_criteria
+
+
+def viewed(results: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the benchmark's own viewer prints of a results file: its list, and the first simulation with its task."""
+    console = importlib.import_module("rich.console").Console(record=True, width=200, file=io.StringIO())
+    viewer = importlib.import_module("tau2.scripts.view_simulations")
+    monkeypatch.setattr(viewer.ConsoleDisplay, "console", console)
+    loaded = domain("retail").package.Results.load(results)
+    viewer.display_simulation_list(loaded)
+    viewer.ConsoleDisplay.display_task(loaded.tasks[0])
+    viewer.ConsoleDisplay.display_simulation(loaded.simulations[0])
+    text: str = console.export_text()
+    return text
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_async.rollout.environments.tau2 import reward
+from megatron_async.rollout.environments.tau2.domain import Domain
 from megatron_async.rollout.environments.tau2.episode import Episode, Said
-from megatron_async.rollout.environments.tau2.floor import floor
-from megatron_async.rollout.environments.tau2.users import ScriptedUser
+from megatron_async.rollout.environments.tau2.floor import Floor, floor
+from megatron_async.rollout.environments.tau2.users import CLOSING, ScriptedUser
 from tests.unit.tau2_support import DOMAINS, MODES, altered, domain, play, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
 
@@ -32,8 +34,9 @@ def check_agreement(name: str, solo: bool, task_ids: list[str]) -> None:
         for mode in MODES:
             episode = _played(name, solo, task_id, mode)
             basis = reward.reward_basis(episode.task, "official")
-            fast, slow = reward.cached(episode, basis), official(episode, basis)
+            fast, slow = reward.cached(episode, basis, checks=True), official(episode, basis)
             assert fast == slow, (task_id, mode)
+            assert reward.cached(episode, basis) == replace(fast, checks={})
             rewards[mode].append(fast.reward)
     assert rewards["gold"] == [1.0] * len(task_ids)
     assert sum(rewards["dropped"]) < len(task_ids)
@@ -112,13 +115,57 @@ def test_nothing_done_scores_the_known_floor(name: str, expected: tuple[int, int
 def test_floor_is_what_the_official_evaluator_gives() -> None:
     place = domain("retail")
     for task_id, expected in (("12", 1.0), ("0", 0.0)):
-        episode = Episode(place, place.tasks[task_id])
-        episode.start()
-        episode.user(Said("hello"))
-        episode.agent(Said("Goodbye."))
-        episode.user(Said("###STOP###"))
+        episode = nothing_done(place, place.tasks[task_id])
         basis = reward.reward_basis(episode.task, "official")
         assert official(episode, basis).reward == expected == floor(place, [task_id]).successes
+
+
+ALL = {"train_split": "all", "heldout_split": "all"}
+"""The domain `mock` has no splits."""
+
+
+def test_an_assertion_about_a_record_that_is_not_there_does_not_hold() -> None:
+    """The benchmark raises there; both our evaluators give what the policy earned, and the floor is no crash."""
+    place, task_id = domain("mock"), "create_task_1_with_env_assertions"
+    create = Said(calls=(("create_task", {"user_id": "user_1", "title": "Important Meeting"}),))
+    for turns, expected in (([create], 1.0), ([], 0.0)):
+        environment = environment_of(source_of("mock", **ALL), task_id)
+        value, info = asyncio.run(play(environment, [*turns, Said(CLOSING)]))
+        assert (value, info["breakdown"]["ENV_ASSERTION"]) == (expected, expected)
+        slow = official(environment.episode, ("DB", "ENV_ASSERTION"))
+        assert (slow.reward, slow.checks) == (value, info["checks"])
+    assert (floor(place, place.tasks).successes, len(place.tasks)) == (1, 9)  # the one without actions
+
+
+def test_a_floor_that_cannot_be_evaluated_counts_as_not_solved(caplog: pytest.LogCaptureFixture) -> None:
+    """A function that does not exist, in a task of one's own: the task is wrong, and its report still comes."""
+    place = domain("mock")
+    wrong = copy.deepcopy(place.tasks["create_task_1_with_env_assertions"])
+    wrong.evaluation_criteria.env_assertions[0].func_name = "assert_nothing_known"
+    with pytest.raises(AttributeError, match="assert_nothing_known"):
+        reward.cached(nothing_done(place, wrong), ("DB", "ENV_ASSERTION"))
+    own = Domain(place.package, "mock")
+    own.tasks[wrong.id] = wrong
+    assert floor(own, [wrong.id, "create_task_1_nl_eval"]) == Floor(1, 2)
+    assert "create_task_1_with_env_assertions cannot be evaluated after doing nothing" in caplog.text
+
+
+def test_the_floor_of_a_conversation_that_the_agent_continues() -> None:
+    place = Domain(domain("mock").package, "mock")
+    continued = copy.deepcopy(place.tasks["update_task_with_message_history"])
+    user = place.package.UserMessage(role="user", content="Mark it as completed.")
+    continued.initial_state.message_history.append(user)
+    place.tasks["continued"] = continued.model_copy(update={"id": "continued"})
+    assert floor(place, ["continued"]) == Floor(0, 1)
+
+
+def nothing_done(place: Any, task: Any) -> Episode:
+    episode = Episode(place, task)
+    episode.start()
+    episode.user(Said("hello"))
+    episode.agent(Said("Goodbye."))
+    episode.user(Said("###STOP###"))
+    return episode
 
 
 def test_sampled_check_lets_the_official_evaluator_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +173,7 @@ def test_sampled_check_lets_the_official_evaluator_win(monkeypatch: pytest.Monke
     task_id = sample_ids("telecom", 1)[0]
     task = source.context.domain.tasks[task_id]
     wrong = reward.Verdict(0.0, {"DB": 0.0}, ("DB",))
-    monkeypatch.setattr(reward, "cached", lambda episode, basis: wrong)
+    monkeypatch.setattr(reward, "cached", lambda episode, basis, checks: wrong)
     value, info = asyncio.run(play(environment_of(source, task_id), altered(task, "gold", False)))
     assert value == 1.0
     assert info["official_agrees"] is False
@@ -181,8 +228,8 @@ def test_judges_prompt_and_answer_are_the_benchmarks() -> None:
         results = [{"expectedOutcome": "x", "reasoning": "y", "metExpectation": value} for value in met]
         return json.dumps({"results": results})
 
-    assert read(answer(True, True)) == 1.0
-    assert read(answer(True, False)) == 0.0
+    assert [check["met"] for check in read(answer(True, False))] == [True, False]
+    assert read(answer(True, True))[1] == {"nl_assertion": "x", "met": True, "justification": "y"}
     for broken in ("no JSON", "{}", answer(True), '{"results": [{}, {}]}'):
         with pytest.raises(ValueError):
             read(broken)

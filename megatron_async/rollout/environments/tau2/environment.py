@@ -15,7 +15,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,9 +104,7 @@ class Tau2Environment:
         basis = reward.reward_basis(episode.task, options.reward_basis)
         verdict, check = await self._verdict(basis)
         if episode.termination in reward.STOPS and reward.needs_judge(episode.task, options.reward_basis):
-            judged = await self._judged()
-            breakdown = {**verdict.breakdown, reward.JUDGED: judged}
-            verdict = Verdict(verdict.reward * judged, breakdown, verdict.basis)
+            verdict = _with_judgement(verdict, await self._judged())
         info = {
             **self._stamp,
             "reward_basis": list(verdict.basis),
@@ -124,6 +122,7 @@ class Tau2Environment:
         if self.context.judge is not None:
             info["judge_repeats"] = self._judge_repeats
         if self.context.records:
+            info["checks"] = verdict.checks
             info["transcript"] = episode.transcript()
         return verdict.reward, info
 
@@ -162,7 +161,7 @@ class Tau2Environment:
         if options.evaluator == "official":
             verdict = await workers.official(episode, basis, options.official_processes)
             return verdict, {"evaluator": "official"}
-        fast = reward.cached(episode, basis)
+        fast = reward.cached(episode, basis, checks=self.context.records)
         if episode.termination is None or not self._drawn(options.verify_official):
             return fast, {"evaluator": "cached"}
         slow = await workers.official(episode, basis, options.official_processes)
@@ -175,7 +174,7 @@ class Tau2Environment:
         digest = hashlib.sha256(f"{self.episode.task.id} {said}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < share * 2**64
 
-    async def _judged(self) -> float:
+    async def _judged(self) -> list[dict[str, Any]]:
         endpoint, domain = self.context.judge, self.context.domain
         if endpoint is None:
             raise EnvironmentFailure(
@@ -359,6 +358,16 @@ def _user(context: Tau2Context, task: Any) -> User | None:
     if options.user.kind == "scripted":
         return ScriptedUser(str(task.user_scenario))
     return RecordedUser(context.recordings.get(task.id, ()))
+
+
+def _with_judgement(verdict: Verdict, checks: list[dict[str, Any]]) -> Verdict:
+    met = float(all(check["met"] for check in checks))
+    return replace(
+        verdict,
+        reward=verdict.reward * met,
+        breakdown={**verdict.breakdown, reward.JUDGED: met},
+        checks={**verdict.checks, "nl_assertions": checks},
+    )
 
 
 def _step(pending: Pending) -> Step:

@@ -52,7 +52,8 @@ class Tau2Options:
     such a number cannot be compared with the leaderboard. tool_descriptions: "full", or "short" for small contexts.
     python: another interpreter to run the benchmark under, e.g. /opt/tau2/bin/python, in a process of its own: for
     dependencies that clash, and for releases that need a newer Python ("" runs it in this process).
-    record_transcript: keep the messages in the trajectory's info (None: only on the held-out split).
+    record_transcript: keep the messages, and what was checked one by one, in the trajectory's info (None: only on the
+    held-out split).
     """
 
     domain: str = "retail"

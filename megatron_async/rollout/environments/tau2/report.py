@@ -5,7 +5,7 @@
 
 Invariants
 - The JSON passes the benchmark's own validation, and its own `compute_metrics` gives our pass^k, also where tasks lack
-  trials.
+  trials. Its viewer finds what was checked one by one where the benchmark writes it.
 - The floor (what doing nothing scores on the same tasks), who was evaluated, what was left out, and everything that
   makes a number incomparable (own prompt, scripted user, another reward basis, trained on evaluation tasks) stand in
   the same report.
@@ -250,6 +250,7 @@ def _simulation(domain: Domain, outcome: Outcome, noted: Mapping[str, Any]) -> A
             reward=outcome.reward,
             reward_basis=info.get("reward_basis", []),
             reward_breakdown=info.get("breakdown", {}),
+            **info.get("checks", {}),
             info={"note": json.dumps(noted)},
         ),
         messages=info.get("transcript", []),

@@ -12,11 +12,15 @@ Invariants
 - Which parts count is the task's own reward basis, changed only by the run's declared policy (`official`, `no_judge`,
   `communicate`); the basis that was used is recorded with the verdict.
 - Where `cached` and `official` are both asked and differ, official wins and the difference is recorded and logged.
+- An assertion about a record that is not there does not hold. The benchmark raises there and ends its whole run; but
+  that the record is missing is what the policy did, so it is a reward of 0 and no failure.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +36,8 @@ STOPS = ("user_stop", "agent_stop")
 """The only endings that can be rewarded."""
 
 JUDGED = "NL_ASSERTION"
+_EVERY_PART = ("DB", "ENV_ASSERTION", "ACTION", "COMMUNICATE")
+_CHECKS = ("db_check", "env_assertions", "action_checks", "communicate_checks")
 
 JUDGE_FAILED = "judge_failure"
 """What failures are counted by where the judge gave no usable answer."""
@@ -39,11 +45,16 @@ JUDGE_FAILED = "judge_failure"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """reward in [0, 1]; breakdown: part of the basis -> its factor; basis: the parts that counted."""
+    """reward in [0, 1]; breakdown: part of the basis -> its factor; basis: the parts that counted.
+
+    checks: what was checked one by one, as JSON of the fields of the benchmark's `RewardInfo`, for people who read
+    results; also of parts that do not count. Empty where nobody asked for it and where nothing was checked.
+    """
 
     reward: float
     breakdown: dict[str, float] = field(default_factory=dict)
     basis: tuple[str, ...] = ()
+    checks: dict[str, Any] = field(default_factory=dict)
 
 
 def reward_basis(task: Any, policy: str) -> tuple[str, ...]:
@@ -63,8 +74,8 @@ def needs_judge(task: Any, policy: str) -> bool:
     return JUDGED in reward_basis(task, policy) and bool(task.evaluation_criteria.nl_assertions)
 
 
-def cached(episode: Episode, basis: tuple[str, ...]) -> Verdict:
-    """The verdict from the live environment; judged assertions are left to the caller.
+def cached(episode: Episode, basis: tuple[str, ...], checks: bool = False) -> Verdict:
+    """The verdict from the live environment; judged assertions are left to the caller. checks: fill those in too.
 
     The environment's assertions are run on the live environment, after its state was read.
     """
@@ -74,22 +85,32 @@ def cached(episode: Episode, basis: tuple[str, ...]) -> Verdict:
         return Verdict(0.0, basis=basis)
     if criteria is None:
         return Verdict(1.0)
-    breakdown: dict[str, float] = {}
-    nothing_expected = criteria.actions is None and criteria.env_assertions is None
-    if not nothing_expected:
-        if "DB" in basis:
+    wanted = _EVERY_PART if checks else basis
+    factors: dict[str, float] = {}
+    found: dict[str, Any] = {}
+    if criteria.actions is None and criteria.env_assertions is None:
+        found["db_check"] = {
+            "db_match": True,
+            "db_reward": 1.0,
+        }  # nothing is expected: no factor, as official
+    else:
+        if "DB" in wanted:
             same = episode.domain.state(episode.environment) == episode.domain.gold(task)
-            breakdown["DB"] = float(same)
-        if "ENV_ASSERTION" in basis:
-            breakdown["ENV_ASSERTION"] = float(_assertions_hold(episode))
+            factors["DB"] = float(same)
+            found["db_check"] = {"db_match": same, "db_reward": float(same)}
+        if "ENV_ASSERTION" in wanted:
+            found["env_assertions"] = _assertions(episode)
+            factors["ENV_ASSERTION"] = float(all(check["met"] for check in found["env_assertions"]))
     for part, evaluator in (
         ("ACTION", package.ActionEvaluator),
         ("COMMUNICATE", package.CommunicateEvaluator),
     ):
-        if part in basis:
+        if part in wanted:
             verdict = evaluator.calculate_reward(task=task, full_trajectory=episode.messages)
-            breakdown[part] = float(verdict.reward)
-    return Verdict(_product(breakdown), breakdown, basis)
+            factors[part] = float(verdict.reward)
+            found |= _checks(verdict)
+    breakdown = {part: factor for part, factor in factors.items() if part in basis}
+    return Verdict(math.prod(breakdown.values(), start=1.0), breakdown, basis, found if checks else {})
 
 
 def official(
@@ -115,13 +136,13 @@ def official(
         domain=domain.name,
     )
     breakdown = {part.value: float(factor) for part, factor in (info.reward_breakdown or {}).items()}
-    return Verdict(float(info.reward), breakdown, basis)
+    return Verdict(float(info.reward), breakdown, basis, _checks(info))
 
 
 def judge_prompt(
     package: Package, task: Any, messages: list[Any]
-) -> tuple[list[Any], Callable[[str], float]]:
-    """(the benchmark's messages to its judge, a function from the judge's answer to 0 or 1).
+) -> tuple[list[Any], Callable[[str], list[dict[str, Any]]]]:
+    """(the benchmark's messages to its judge, a function from the judge's answer to its checks, each `met` or not).
 
     The function raises ValueError for an answer that is not what the benchmark's judge must answer.
     """
@@ -136,7 +157,7 @@ def judge_prompt(
     assertions = task.evaluation_criteria.nl_assertions
     _with_names(judge, generate=capture)(evaluator, messages, assertions)
 
-    def read(answer: str) -> float:
+    def read(answer: str) -> list[dict[str, Any]]:
         def reply(model: str, messages: list[Any], **options: Any) -> Any:
             return package.AssistantMessage(role="assistant", content=answer)
 
@@ -148,7 +169,7 @@ def judge_prompt(
             raise ValueError(
                 f"the judge graded {len(checks)} of {len(assertions)} assertions: {answer[:200]!r}"
             )
-        return float(all(check.met for check in checks))
+        return [check.model_dump(mode="json") for check in checks]
 
     return asked, read
 
@@ -170,13 +191,19 @@ def agreed(task_id: str, fast: Verdict, slow: Verdict) -> bool:
 
 
 class _OwnConstructor:
-    """Stands for the benchmark's registry inside its evaluator, so that a run's own database files count there too."""
+    """Stands for the benchmark's registry inside its evaluator, so that a run's own database files count there too,
+    and assertions are read as in `cached`."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
 
     def get_env_constructor(self, name: str) -> Callable[..., Any]:
-        return self._domain.official_constructor
+        return self._construct
+
+    def _construct(self, solo_mode: bool = False) -> Any:
+        environment = self._domain.official_constructor(solo_mode)
+        environment.run_env_assertion = functools.partial(_holds, environment.run_env_assertion)
+        return environment
 
 
 def _with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
@@ -198,16 +225,27 @@ def _with_basis(package: Package, task: Any, basis: tuple[str, ...]) -> Any:
     return task.model_copy(update={"evaluation_criteria": criteria})
 
 
-def _assertions_hold(episode: Episode) -> bool:
-    results = [
-        episode.environment.run_env_assertion(assertion, raise_assertion_error=False)
-        for assertion in episode.task.evaluation_criteria.env_assertions or []
-    ]
-    return all(results)
+def _assertions(episode: Episode) -> list[dict[str, Any]]:
+    """The benchmark's `EnvAssertionCheck`s, as JSON."""
+    checks = []
+    for assertion in episode.task.evaluation_criteria.env_assertions or []:
+        met = _holds(episode.environment.run_env_assertion, assertion, raise_assertion_error=False)
+        checks.append({"env_assertion": assertion.model_dump(mode="json"), "met": met, "reward": float(met)})
+    return checks
 
 
-def _product(breakdown: dict[str, float]) -> float:
-    result = 1.0
-    for factor in breakdown.values():
-        result *= factor
-    return result
+def _holds(run: Callable[..., bool], assertion: Any, raise_assertion_error: bool = True) -> bool:
+    """`run_env_assertion`, False where it raises because a record is not there; an assertion that names an unknown
+    function or argument still raises: there the task is wrong."""
+    try:
+        return run(assertion, raise_assertion_error=raise_assertion_error)
+    except (ValueError, LookupError):
+        if raise_assertion_error:
+            raise
+        return False
+
+
+def _checks(reward_info: Any) -> dict[str, Any]:
+    """What was checked one by one, of the benchmark's `RewardInfo`."""
+    dumped = reward_info.model_dump(mode="json", include=set(_CHECKS))
+    return {name: checks for name, checks in dumped.items() if checks is not None}
