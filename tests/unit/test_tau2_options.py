@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_async.config import check, load
 from megatron_async.config.schema import EnvironmentConfig
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.tau2.options import Tau2Options, parse
+from tests.unit.configs import MOE_SHAPE, make_checkpoint
 from tests.unit.tau2_support import domain, requires_tau2
 
 SCRIPTED = {"user": {"kind": "scripted"}}
@@ -39,6 +42,19 @@ def tasks(split: Any = "train", **options: Any) -> Any:
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(options)
+
+
+def test_the_guides_configuration_is_a_whole_one(tmp_path: Path) -> None:
+    """Loaded and checked as it stands in docs/tau2.md, but for the checkpoint."""
+    guide = (Path(__file__).parents[2] / "docs" / "tau2.md").read_text()
+    (whole,) = [block for block in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL) if "evaluation:" in block]
+    file = tmp_path / "run.yaml"
+    file.write_text(whole)
+    shape = {**MOE_SHAPE, "max_position_embeddings": 40960}
+    config = load(file, [f"model.path={make_checkpoint(tmp_path / 'model', shape)}"])
+    assert isinstance(check(config), list)
+    options = parse(config.environment.options)
+    assert (options.domain, options.user.endpoint.concurrency, config.evaluation.tasks) == ("retail", 64, 40)
 
 
 def test_defaults_follow_the_benchmark() -> None:
