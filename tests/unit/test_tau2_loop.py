@@ -19,8 +19,8 @@ from megatron_async.rollout.environments.tau2.episode import Said
 from megatron_async.rollout.environments.tau2.users import ASKING, CLOSING, STOP
 from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.trajectory import SamplingParams, Status, Trajectory
-from sglang_bridge import Generation, Span
 from tests.unit.chat_endpoint import ChatServer, call, text
+from tests.unit.scripted_agent import ScriptedAgent
 from tests.unit.tau2_support import altered, requires_tau2, sample_ids
 from tests.unit.test_tau2_episode import environment_of, source_of
 
@@ -29,24 +29,6 @@ pytestmark = requires_tau2
 MALFORMED = '<tool_call>\n{"name": "x", "arguments": \n</tool_call>'
 LIMITS = EpisodeLimits(max_turns=60, max_tokens=400_000, turn_deadline_s=200, trajectory_deadline_s=250)
 BUDGET = 4096
-
-
-class Agent:
-    """Says prepared turns: what is said, or raw text; at most the turn's budget of tokens of it."""
-
-    def __init__(self, chat: ChatFormat, turns: Iterable[Said | str]) -> None:
-        self._chat, self._turns = chat, iter(turns)
-
-    async def generate(self, input_ids: list[int], sampling: Any, **options: Any) -> Generation:
-        said = next(self._turns)
-        if isinstance(said, str):
-            ids = [*self._chat._encode(said), self._chat.turn_end_id]
-        else:
-            calls = tuple(ToolCall(name, arguments) for name, arguments in said.calls)
-            ids = self._chat.assistant_ids(Message("assistant", said.content, calls))
-        cut, ids = len(ids) > sampling.max_new_tokens, ids[: sampling.max_new_tokens]
-        reason = "length" if cut else "stop"
-        return Generation(ids, [-1.0] * len(ids), [Span(0, 0, len(ids))], reason, None, 0)
 
 
 def obedient_user(body: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +59,13 @@ def variants(gold: list[Said]) -> dict[str, list[Said | str]]:
 
 async def play(chat: ChatFormat, environment: Any, turns: Iterable[Said | str], name: str) -> Trajectory:
     trajectory = Trajectory(name, "g", name, SamplingParams(1.0, 1.0, -1, BUDGET), {})
-    return await run_episode(Agent(chat, turns), chat, environment, trajectory, LIMITS)
+    spoken = [said if isinstance(said, str) else message(said) for said in turns]
+    return await run_episode(ScriptedAgent(chat, spoken), chat, environment, trajectory, LIMITS)
+
+
+def message(said: Said) -> Message:
+    calls = tuple(ToolCall(name, arguments) for name, arguments in said.calls)
+    return Message("assistant", said.content, calls)
 
 
 def test_thirty_two_episodes_at_once_in_three_domains(
