@@ -195,6 +195,7 @@ class _Episode:
             environment_calls.check_observation(step.messages)
             if completion.prompt_tokens + completion.completion_tokens >= self._limits.max_tokens:
                 return "max_tokens"
+            self._tools = [*self._tools, *step.added_tools]
             self._hear(step.messages)
 
     def _count(self, completion: Completion) -> None:

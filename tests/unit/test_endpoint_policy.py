@@ -120,6 +120,18 @@ def test_results_return_under_the_id_of_their_call() -> None:
     assert environment.closed
 
 
+def test_functions_added_later_are_in_the_tools_from_then_on() -> None:
+    class Adding(Recorder):
+        async def step(self, turn: AssistantTurn) -> Step:
+            step = await super().step(turn)
+            return replace(step, added_tools=[{"type": "function", "number": len(self.turns)}])
+
+    answers = iter([call("look", {}), call("look", {}), text("Done.")])
+    _, server, _ = play(lambda body: next(answers), Adding())
+    first, *added = [{"type": "function"}, *({"type": "function", "number": n} for n in (1, 2))]
+    assert [body["tools"] for body in server.bodies] == [[first], [first, added[0]], [first, *added]]
+
+
 @pytest.mark.parametrize("answer", [call("look", "{not json"), call("look", "[1]"), text("  ")])
 def test_a_malformed_turn_is_the_policys_and_is_not_asked_for_again(answer: dict[str, Any]) -> None:
     episode, server, environment = play(lambda body: answer)

@@ -136,6 +136,7 @@ def test_process_ends_with_the_one_that_started_it() -> None:
     [
         (Start([Message("user", "é\n", (ToolCall("f", {"x": [1]}, "c"),), "why")], [{"a": 1}]), protocol.start_from),
         (Step([Message("tool", "x")], True, truncated=True), protocol.step_from),
+        (Step([Message("user", "x")], False, added_tools=[{"type": "function"}]), protocol.step_from),
         (AssistantTurn("x", (ToolCall("f", {}),), "bad", "why"), protocol.turn_from),
         (Outcome(Task("t", {"id": "1"}), 2, 0.5, {"k": 1}, 3, 4, 5.5), protocol.outcome_from),
     ],

@@ -84,12 +84,15 @@ class Step:
     """The environment's answer to one turn.
 
     `messages` are the observations to append (empty when nothing follows). `done` ends the episode; `truncated` says
-    that it ended by a limit of the environment's own, so that the last state is not terminal.
+    that it ended by a limit of the environment's own, so that the last state is not terminal. `added_tools` are
+    functions that may be called from now on; the messages must say so too, as a prompt of tokens keeps the tools it
+    began with: only a policy behind a chat endpoint is also given the longer list.
     """
 
     messages: list[Message]
     done: bool
     truncated: bool = False
+    added_tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @runtime_checkable

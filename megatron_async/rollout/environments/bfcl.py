@@ -126,7 +126,7 @@ class BfclEnvironment:
         self._finished = self._failure is None and self._request == len(self._reference)
         if self._finished or self._failure is not None:
             return Step([], done=True)
-        return Step([self._ask()], done=False)
+        return Step([self._ask()], done=False, added_tools=self._added())
 
     async def reward(self) -> tuple[float, dict[str, Any]]:
         """1.0 if every request was fulfilled, else 0.0 and the benchmark's name of what went wrong."""
@@ -139,11 +139,14 @@ class BfclEnvironment:
         """Nothing is held."""
 
     def _ask(self) -> Message:
-        added = self._entry.get("missed_function", {}).get(str(self._request))
-        if added:
-            documents = [schema for schema in _schemas(self._entry) if schema["function"]["name"] in added]
+        if documents := self._added():
             return Message("user", f"{json.dumps(documents)}\n{MORE_FUNCTIONS}")
         return Message("user", "\n".join(m["content"] for m in self._entry["question"][self._request]))
+
+    def _added(self) -> list[dict[str, Any]]:
+        """The functions that were held back until this request."""
+        names = self._entry.get("missed_function", {}).get(str(self._request), ())
+        return [schema for schema in _schemas(self._entry) if schema["function"]["name"] in names] if names else []
 
     def _run(self, turn: AssistantTurn) -> Step:
         answers = [self._agent.call(call.name, [], call.arguments) for call in turn.tool_calls]

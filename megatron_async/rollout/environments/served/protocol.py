@@ -93,7 +93,7 @@ def start_from(value: Mapping[str, Any]) -> Start:
 
 def step_from(value: Mapping[str, Any]) -> Step:
     messages = [message_from(message) for message in value["messages"]]
-    return Step(messages, value["done"], value["truncated"])
+    return Step(messages, value["done"], value["truncated"], value["added_tools"])
 
 
 def turn_from(value: Mapping[str, Any]) -> AssistantTurn:
