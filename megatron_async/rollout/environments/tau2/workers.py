@@ -35,19 +35,31 @@ async def official(episode: Episode, basis: tuple[str, ...], processes: int) -> 
     if processes == 0:
         return await asyncio.to_thread(reward.official, domain, episode.task, messages, termination, basis)
     key = (domain.name, domain.solo, domain.files)
+    pool = _pool(processes)
     try:
         return await asyncio.get_running_loop().run_in_executor(
-            _pool(processes), _evaluate, key, episode.task.id, messages, termination, basis
+            pool, _evaluate, key, episode.task.id, messages, termination, basis
         )
     except BrokenProcessPool as error:
-        _pool.cache_clear()
+        _replace(processes, pool)
         raise EnvironmentFailure(f"a worker process of the official evaluator died ({error})") from error
 
 
-@functools.cache
+_pools: dict[int, ProcessPoolExecutor] = {}
+
+
 def _pool(processes: int) -> ProcessPoolExecutor:
-    # spawn: a fork of a process with an event loop and threads may hang
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    if processes not in _pools:
+        # spawn: a fork of a process with an event loop and threads may hang
+        _pools[processes] = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    return _pools[processes]
+
+
+def _replace(processes: int, broken: ProcessPoolExecutor) -> None:
+    """Have the next call make a new pool. Everybody who waited for the broken one comes here: the first drops it, and
+    the others must not drop the one that has been made meanwhile."""
+    if _pools.get(processes) is broken:
+        del _pools[processes]
 
 
 def _evaluate(
