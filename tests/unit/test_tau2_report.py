@@ -17,7 +17,7 @@ import pytest
 
 from megatron_async.rollout import environment_calls
 from megatron_async.rollout.environment_calls import EpisodeFailure
-from megatron_async.rollout.environments.base import EnvironmentFailure, Outcome, ReportingTaskSource
+from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource
 from megatron_async.rollout.environments.tau2 import report, reward
 from megatron_async.rollout.environments.tau2.episode import Said
 from megatron_async.rollout.environments.tau2.users import CLOSING
