@@ -1,7 +1,8 @@
 """A channel for bytes between one trainer rank and one rank of a part that runs beside the trainer.
 
-Invariants: messages arrive whole and in order; a peer that is gone, or silent beyond the deadline, raises. The trainer
-rank listens and leaves its address in the run's folder, which both see.
+Invariants: messages arrive whole and in order; a peer that is gone, or silent beyond the deadline, raises. Both run on
+one machine: the trainer rank listens on loopback, and leaves the port in the run's folder. No other machine may reach
+the channel, which asks nobody who he is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import struct
 import threading
 import time
@@ -25,11 +25,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_async.errors import PartnerGone
 from megatron_async.snapshots.bits import words_of
+from sglang_bridge.one_address import listening_store
 
 T = TypeVar("T")
 
 END = b""
 """The message after the last one."""
+_HOST = "127.0.0.1"
 _LOOK_S = 0.05
 _JOIN_S = 10.0
 _LISTENER, _CALLER = 0, 1
@@ -39,12 +41,12 @@ _SILENCE = timedelta(days=1)
 
 
 def _reached(file: Path) -> TCPStore | None:
-    """The listener's store; None while there is no address, or one that a run before this one left."""
+    """The listener's store; None while there is no port, or one that a run before this one left."""
     if not file.exists():
         return None
     address = json.loads(file.read_text())
     try:
-        return TCPStore(address["host"], address["port"], 2, is_master=False, timeout=_CONNECT)
+        return TCPStore(_HOST, address["port"], 2, is_master=False, timeout=_CONNECT)
     except RuntimeError:  # torch's DistError is one
         return None
 
@@ -63,31 +65,35 @@ class PeerLink:
     def __init__(self, store: TCPStore, end: int, timeout: timedelta) -> None:
         self._store = store
         self._other = 1 - end
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore("peer", store), end, 2, timeout)
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the options
+        options = gloo._Options()
+        options._timeout = timeout
+        # Its own choice would be the address of the machine's name, or of GLOO_SOCKET_IFNAME.
+        options._devices = [gloo.create_device(hostname=_HOST)]
+        self._group = gloo(PrefixStore("peer", store), end, 2, options)
         self._group._set_default_timeout(_SILENCE)
 
     @classmethod
-    def listen(cls, file: Path, deadline_s: float, *, local: bool) -> PeerLink:
-        """Wait for the caller. file: where the address is left. local: both sides run on this machine.
+    def listen(cls, file: Path, deadline_s: float) -> PeerLink:
+        """Wait for the caller. file: where the port is left.
 
         Raises PeerMissing after `deadline_s` seconds.
         """
-        host = "127.0.0.1" if local else socket.getfqdn()
         timeout = timedelta(seconds=deadline_s)
-        store = TCPStore(host, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = listening_store(_HOST, 2, timeout)
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({"host": host, "port": store.port}))
+        partial.write_text(json.dumps({"port": store.port}))
         partial.replace(file)
         return cls._met(store, _LISTENER, timeout, str(file))
 
     @classmethod
     def call(cls, file: Path, deadline_s: float) -> PeerLink:
-        """Meet the listener that left its address in `file`. Raises PeerMissing after `deadline_s` seconds."""
+        """Meet the listener that left its port in `file`. Raises PeerMissing after `deadline_s` seconds."""
         started, timeout = time.monotonic(), timedelta(seconds=deadline_s)
         while (store := _reached(file)) is None:
             if time.monotonic() - started > deadline_s:
-                raise PeerMissing(f"no trainer rank left its address in {file} within {deadline_s:g} s")
+                raise PeerMissing(f"no trainer rank left its port in {file} within {deadline_s:g} s")
             time.sleep(_LOOK_S)
         return cls._met(store, _CALLER, timeout, str(file))
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from sglang_bridge.errors import PublishError
+from sglang_bridge.one_address import listening_store
 
 
 class WeightGroup:
@@ -33,13 +34,8 @@ class WeightGroup:
         self.backend = backend
         self.name = f"publish-{uuid.uuid4().hex[:12]}"
         self._timeout = datetime.timedelta(seconds=deadline_s)
-        # Torch's store would listen on all addresses of the machine; peers come to this one.
-        listener = _listen(address)
-        self.port = listener.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            address, self.port, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store: TCPStore | None = _store_on(address, world_size, self._timeout)
+        self.port = self._store.port
         self._group: dist.ProcessGroup | None = None
         self._sending: dist.Work | None = None
 
@@ -93,22 +89,12 @@ class WeightGroup:
             dist.destroy_process_group(group)
 
 
-def _listen(address: str) -> socket.socket:
-    """A socket that listens on one address of this machine, at a free port.
-
-    Raises:
-        PublishError: the address is not one of this machine.
-    """
-    family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
+def _store_on(address: str, world_size: int, timeout: datetime.timedelta) -> TCPStore:
     try:
-        listener.bind(place)
+        return listening_store(address, world_size, timeout)
     except OSError as error:
-        listener.close()
         raise PublishError(f"the publisher cannot listen on {address}: {error.strerror}; give an address of this "
                            "machine that the engines reach") from error
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 def address_towards(urls: list[str]) -> str:

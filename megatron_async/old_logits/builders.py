@@ -92,9 +92,7 @@ def _ewma(request: _Request) -> OldLogitSource:
 def _dedicated(request: _Request) -> OldLogitSource:
     config, rank = request.config, dist.get_rank()
     folder = history_folder(config)
-    link = PeerLink.listen(
-        peer_file(config, rank), config.trainer.deadline_s, local=config.trainer.nodes == 1
-    )
+    link = PeerLink.listen(peer_file(config, rank), config.trainer.deadline_s)
     link.send_weights(request.version, (tensor for _, tensor in request.policy.named_parameters()))
     return DedicatedSource(
         request.policy,
@@ -170,7 +168,7 @@ def disk_folder(config: RunConfig) -> Path | None:
 
 
 def peer_file(config: RunConfig, rank: int) -> Path:
-    """Where a trainer rank leaves the address that its scorer rank calls."""
+    """Where a trainer rank leaves the port that its scorer rank calls."""
     return RunFiles(config.run_path).root / "scorer" / f"rank_{rank:04d}.json"
 
 

@@ -56,7 +56,7 @@ class RemoteCritic(ValueModel):
         def listen() -> bytes:
             deadline_s = config.trainer.deadline_s
             try:
-                links.append(PeerLink.listen(RunFiles(config.run_path).critic_link, deadline_s, local=True))
+                links.append(PeerLink.listen(RunFiles(config.run_path).critic_link, deadline_s))
             except PeerMissing as error:
                 raise PeerMissing(f"the critic's ranks (critic.ranks: own) did not come: {error}; {_WHERE}") from error
             return b""

@@ -180,7 +180,7 @@ def test_an_inbox_gives_what_came_then_what_ended_it(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=caller)
     thread.start()
-    inbox = Inbox(PeerLink.listen(tmp_path / "link.json", PATIENCE_S, local=True), bytes.decode)
+    inbox = Inbox(PeerLink.listen(tmp_path / "link.json", PATIENCE_S), bytes.decode)
     assert inbox.take(PATIENCE_S) == "one"
     thread.join(PATIENCE_S)
     with pytest.raises(PeerGone):

@@ -87,7 +87,7 @@ def test_messages_arrive_whole_and_in_order(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=caller)
     thread.start()
-    link = PeerLink.listen(file, 20.0, local=True)
+    link = PeerLink.listen(file, 20.0)
     for message in sent:
         link.send(message)
     assert link.receive() == b"done"
@@ -99,7 +99,7 @@ def test_a_peer_that_never_comes_raises_with_the_place(tmp_path: Path) -> None:
     with pytest.raises(PeerMissing, match=r"rank_0.json within 0.2 s"):
         PeerLink.call(tmp_path / "rank_0.json", 0.2)
     with pytest.raises(PeerMissing, match="did not come within 1 s"):
-        PeerLink.listen(tmp_path / "rank_1.json", 1.0, local=True)
+        PeerLink.listen(tmp_path / "rank_1.json", 1.0)
 
 
 def test_an_address_left_by_a_run_before_is_not_trusted(tmp_path: Path) -> None:
@@ -108,12 +108,12 @@ def test_an_address_left_by_a_run_before_is_not_trusted(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    file.write_text(json.dumps({"host": "127.0.0.1", "port": port}))
+    file.write_text(json.dumps({"port": port}))
     received: list[bytes] = []
     thread = threading.Thread(target=lambda: received.append(PeerLink.call(file, 30.0).receive()))
     thread.start()
     time.sleep(0.2)
-    link = PeerLink.listen(file, 30.0, local=True)
+    link = PeerLink.listen(file, 30.0)
     link.send(b"here")
     thread.join(20.0)
     assert received == [b"here"]
@@ -129,7 +129,7 @@ def test_weights_travel_bit_for_bit(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=caller)
     thread.start()
-    link = PeerLink.listen(tmp_path / "rank_0.json", 20.0, local=True)
+    link = PeerLink.listen(tmp_path / "rank_0.json", 20.0)
     link.send_weights(0, sent.values())
     link.send_weights(7, sent.values())
     thread.join(20.0)
