@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_async import __version__
-from megatron_async.config import check, dump, load
+from megatron_async.config import check, load, shown
 from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import MissingHere, UserError, leave_message
@@ -48,7 +48,7 @@ def _dry_run(config: RunConfig) -> int:
         task_checks.heldout_tasks(config)
     except MissingHere as missing:  # plans are made anywhere
         print(f"warning: environment: its tasks are not checked: {missing}", file=sys.stderr)  # noqa: T201
-    print(dump(config))  # noqa: T201
+    print(shown(config))  # noqa: T201
     print(describe(config))  # noqa: T201
     return 0
 

@@ -21,6 +21,7 @@ from megatron_async.bank.viewing import find, latest
 from megatron_async.config import RunConfig, load
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
+from megatron_async.passwords import hide_password
 from megatron_async.trajectory import Trajectory
 
 _WIDTH = 120
@@ -52,7 +53,7 @@ def describe(run_path: Path, trajectory_id: str | None = None) -> str:
 def _describe_bank(url: str, console: Console) -> None:
     with Bank.open_to_read(url) as bank:
         states, version, steps = bank.counts(), bank.current_version(), bank.steps()
-    console.print(f"{url}: version {version}, {len(steps)} steps")
+    console.print(f"{hide_password(url)}: version {version}, {len(steps)} steps")
     console.print("trajectories: " + ", ".join(f"{count} {state}" for state, count in states.items()))
     engine = make_engine(url)
     rows = latest(engine, _SHOWN)

@@ -213,7 +213,7 @@ def create_folder(config: RunConfig, *, fresh: bool, resume: bool | None = False
         _empty(files.root)
     for folder in (files.root, files.logs, files.status):
         folder.mkdir(parents=True, exist_ok=True)
-    files.config.write_text(configuration.dump(config))
+    configuration.save(config, files.config)
     return files
 
 

@@ -113,4 +113,4 @@ def record(bank_url: str, config: RunConfig, files: RunFiles) -> None:
         taken.set_current_version(0)
         taken.set_state(PHASE, RESUMING)
     write_roster(files.root, [])
-    files.config.write_text(configuration.dump(config))
+    configuration.save(config, files.config)

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from megatron_async.claim import claimed
-from megatron_async.config import dump
+from megatron_async.config import save
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
@@ -38,7 +38,7 @@ def main(config: RunConfig) -> int:
 def _serve(config: RunConfig, files: RunFiles) -> int:
     files.logs.mkdir(parents=True, exist_ok=True)
     if not files.config.exists():
-        files.config.write_text(dump(config), encoding="utf-8")
+        save(config, files.config)
     try:
         with (
             stop_on_signals(),

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace, mode: str, config: RunConfig, update_s: float)
     """Start engine and rollout, and train."""
     root = config.run_path
     root.mkdir(parents=True)
-    (root / "config.yaml").write_text(configuration.dump(config))
+    configuration.save(config, root / "config.yaml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])

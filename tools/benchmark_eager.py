@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_async.config import dump, load
+from megatron_async.config import load, save
 from megatron_async.errors import UserError
 from megatron_async.observe import read_metrics
 from tools.benchmark_rows import ROOT, Row, write_rows
@@ -46,7 +46,7 @@ def run(name: str, changes: dict[str, object], arguments: argparse.Namespace) ->
     config = load(arguments.config, [f"{key}={value}" for key, value in overrides.items()])
     arguments.folder.mkdir(parents=True, exist_ok=True)
     file = arguments.folder / f"{name}.yaml"
-    file.write_text(dump(config))
+    save(config, file)
     command = [sys.executable, "-m", "megatron_async", "launch", "--fresh", "--config", str(file)]
     print(f"{name}: {' '.join(command)}", flush=True)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

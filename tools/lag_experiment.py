@@ -27,7 +27,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from megatron_async.config import RunConfig, dump, load
+from megatron_async.config import RunConfig, dump, load, save
 from megatron_async.config.methods import ANCHORS as METHOD_ANCHORS
 from megatron_async.errors import UserError
 from megatron_async.objectives.statistics import GAPS, PREFIX
@@ -108,7 +108,7 @@ def run(anchor: str, arguments: argparse.Namespace) -> dict[str, Any]:
         return known[key]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     file = arguments.folder / f"{anchor}.yaml"
-    file.write_text(dump(config))
+    save(config, file)
     command = [sys.executable, "-m", "megatron_async", "launch", "--fresh", "--config", str(file)]
     print(f"{anchor}: {' '.join(command)}", flush=True)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -42,6 +42,7 @@ from megatron_async.bank.groups import OpenGroup
 from megatron_async.bank.ledger import Version
 from megatron_async.bank.states import State
 from megatron_async.bank.tables import SCHEMA, metadata, schema, state_counts, versions
+from megatron_async.passwords import hide_password
 from megatron_async.trajectory import Trajectory
 
 RECONNECT_S = 60
@@ -98,8 +99,8 @@ class Bank:
         except OperationalError as error:
             bank.close()
             raise BankAway(
-                f"cannot open the bank at {url!r}: {error.orig}. For SQLite the folder must exist and be writable; for "
-                "PostgreSQL the server must run and the database exist"
+                f"cannot open the bank at {hide_password(url)!r}: {error.orig}. For SQLite the folder must exist and "
+                "be writable; for PostgreSQL the server must run and the database exist"
             ) from error
         return bank
 
@@ -114,7 +115,7 @@ class Bank:
             number = bank._transact(bank._engine, _layout, retry_s=0)
         except DBAPIError as error:
             bank.close()
-            raise BankOpenError(f"cannot read the bank at {url!r}: {error.orig}") from error
+            raise BankOpenError(f"cannot read the bank at {hide_password(url)!r}: {error.orig}") from error
         _check_layout(number, url)
         return bank
 
@@ -457,6 +458,6 @@ def _layout(conn: Connection) -> int | None:
 def _check_layout(number: int | None, url: str) -> None:
     if number != SCHEMA:
         raise BankOpenError(
-            f"the bank at {url!r} has layout {number}, this release reads {SCHEMA}: open it with the release that "
-            "wrote it, or start a new run"
+            f"the bank at {hide_password(url)!r} has layout {number}, this release reads {SCHEMA}: open it with the "
+            "release that wrote it, or start a new run"
         )

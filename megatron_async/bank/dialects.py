@@ -8,6 +8,7 @@ PostgreSQL: READ COMMITTED with row locks; rows another transaction holds are sk
 from __future__ import annotations
 
 import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from megatron_async.bank.errors import BankOpenError
 from megatron_async.bank.states import TRANSITIONS
+from megatron_async.passwords import hide_password
 
 LOCK_TIMEOUT_S = 60
 """Longest wait for another writer, in seconds. Transactions last milliseconds; longer means that somebody hangs."""
@@ -48,7 +50,7 @@ def make_engine(url: str, read_only: bool = False) -> Engine:
         parsed = make_url(url)
     except ArgumentError as error:
         raise BankOpenError(
-            f"bank url {url!r} is not a database URL; write sqlite:///path/bank.sqlite"
+            f"bank url {hide_password(url)!r} is not a database URL; write sqlite:///path/bank.sqlite"
         ) from error
     backend = parsed.get_backend_name()
     if backend == "sqlite":
@@ -62,6 +64,9 @@ def make_engine(url: str, read_only: bool = False) -> Engine:
     if backend == "postgresql":
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.password is None and "password" not in parsed.query and os.environ.get("PGPASSWORD"):
+            # Later connections need it too, when environment code must no longer see it (`credentials`).
+            parsed = parsed.set(password=os.environ["PGPASSWORD"])
         own = parsed.query.get("options", "")
         options = f"-c lock_timeout={LOCK_TIMEOUT_S}s {own if isinstance(own, str) else ' '.join(own)}"
         if read_only:
@@ -69,7 +74,7 @@ def make_engine(url: str, read_only: bool = False) -> Engine:
                 " -c default_transaction_read_only=on -c default_transaction_isolation=repeatable\\ read"
             )
         return create_engine(parsed, pool_pre_ping=True, connect_args={"options": options})
-    raise BankOpenError(f"bank url {url!r}: {backend} is not supported; use sqlite:/// or postgresql://")
+    raise BankOpenError(f"bank url {hide_password(url)!r}: {backend} is not supported; use sqlite:/// or postgresql://")
 
 
 def writing(engine: Engine) -> Engine:

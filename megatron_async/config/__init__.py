@@ -2,7 +2,7 @@
 
 from megatron_async.config.checks import check
 from megatron_async.config.errors import ConfigError
-from megatron_async.config.loader import dump, from_dict, load
+from megatron_async.config.loader import dump, from_dict, load, save, shown
 from megatron_async.config.schema import (
     AdvantageConfig,
     BankConfig,
@@ -48,4 +48,6 @@ __all__ = [
     "dump",
     "from_dict",
     "load",
+    "save",
+    "shown",
 ]

@@ -6,6 +6,7 @@ Invariants: what `load` returns has no "auto" and no null that a field's documen
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from megatron_async.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from megatron_async.passwords import hide_password, holds_password
 
 
 class _Loader(yaml.SafeLoader):
@@ -193,3 +195,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def dump(config: RunConfig) -> str:
     """The configuration as YAML, in the schema's order; `load` reads it back as the same configuration."""
     return yaml.safe_dump(typed.to_plain(config), sort_keys=False, width=110, allow_unicode=True)
+
+
+def shown(config: RunConfig) -> str:
+    """As `dump`, for people to read: without the password of `bank.url`."""
+    return dump(replace(config, bank=replace(config.bank, url=hide_password(config.bank.url))))
+
+
+def save(config: RunConfig, file: Path) -> None:
+    """Write what `load` reads back; for its owner alone where `bank.url` holds a password."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    with open(descriptor, "w", encoding="utf-8") as text:
+        if holds_password(config.bank.url):
+            os.fchmod(descriptor, 0o600)  # before there is anything to read, and also where the file was there
+        text.write(dump(config))

@@ -339,7 +339,8 @@ class BankConfig:
     """Where trajectories, versions and steps are kept."""
 
     url: str = ""
-    """SQLAlchemy address. Empty: an SQLite file in the run's folder. Several nodes need a PostgreSQL address."""
+    """SQLAlchemy address. Empty: an SQLite file in the run's folder. Several nodes need a PostgreSQL address. A
+    password may stand in it, or come from PGPASSWORD or ~/.pgpass."""
     keep: Literal["auto", "all", "resumable"] = "auto"
     """Tokens, log-probs and experts of trajectories that were trained or thrown away. all: they stay, so that the run
     can be replayed and looked into. resumable: they are deleted once `checkpoint.keep_last` generations hold what they

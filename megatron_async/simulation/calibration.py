@@ -30,6 +30,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, read_metrics
 from megatron_async.observe.timeline import Interval, read_timeline
+from megatron_async.passwords import hide_password
 from megatron_async.simulation.loop import simulate
 from megatron_async.simulation.scenario import (
     SOURCES,
@@ -155,7 +156,7 @@ def read_observed(config: RunConfig, since: float, until: float, recording: floa
         if since <= row.finished_at <= until
     ]
     if not observed:
-        raise UserError(f"the bank at {config.bank_url} holds no finished trajectory to calibrate from")
+        raise UserError(f"the bank at {hide_password(config.bank_url)} holds no finished trajectory to calibrate from")
     return observed
 
 

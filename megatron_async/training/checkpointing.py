@@ -39,6 +39,7 @@ from megatron_async.engine import checkpoint
 from megatron_async.engine.policy import Policy
 from megatron_async.engine.token_model import TokenModel
 from megatron_async.observe import RunFiles
+from megatron_async.passwords import hide_password
 from megatron_async.snapshots.record_file import replace_file
 from megatron_async.training.control import Control
 
@@ -360,9 +361,16 @@ class Checkpoints:
             "steps": steps,
             "version": version,
             "states": states,
-            "bank": self._config.bank_url,
-            "snapshots": str(RunFiles(self._config.run_path).snapshots),
+            **places(self._config),
         }
+
+
+def places(config: RunConfig) -> dict[str, str]:
+    """What a manifest says of where the rest of the run lies, for people: nothing reads it."""
+    return {
+        "bank": hide_password(config.bank_url),
+        "snapshots": str(RunFiles(config.run_path).snapshots),
+    }
 
 
 def _models(parts: Mapping[str, Stateful]) -> dict[str, ModelFiles]:
