@@ -1,5 +1,5 @@
 """Environment code gets no credentials: variables that hold keys, tokens or passwords are taken out of the process's
-environment before any environment is built.
+environment before any environment is imported or built, and while it is played.
 
 Invariants: what an environment's own options name (a key that ends in `_env`, such as `api_key_env`) stays; processes
 that environments start inherit nothing that was taken out. This keeps credentials out of logs, dumps and other people's
@@ -12,9 +12,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_async.config.schema import RunConfig
+if TYPE_CHECKING:  # environments are also built in processes that have none of our packages
+    from megatron_async.config.schema import EnvironmentConfig
 
 _NAME = re.compile(
     r"(^|_)(api_?key|access_?key|secret(_?key)?|auth|token|credentials?|private_?key|auth_sock)(_|$)|passw(or)?d|pgpass"
@@ -46,9 +47,12 @@ def named_by_options(options: Mapping[str, Any]) -> set[str]:
 
 
 @contextmanager
-def hidden_credentials(config: RunConfig) -> Iterator[None]:
-    """Without credentials in `os.environ` while the block runs, but for those that the environment's options name."""
-    wanted = named_by_options(config.environment.options)
+def hidden_credentials(config: EnvironmentConfig) -> Iterator[None]:
+    """Without credentials in `os.environ` while the block runs, but for those that the environment's options name.
+
+    What builds an environment has it inside; whoever then plays it, or asks a task source for anything, holds it too.
+    """
+    wanted = named_by_options(config.options)
     hidden = {n: v for n, v in os.environ.items() if n not in wanted and is_credential(n, v)}
     for name in hidden:
         del os.environ[name]

@@ -6,6 +6,7 @@ Invariant: whatever a configuration's environment refuses is a `UserError` here.
 from __future__ import annotations
 
 from megatron_async.config.schema import RunConfig
+from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import MissingHere, UserError
 from megatron_async.rollout.chat_endpoint import KeyNotSet
 from megatron_async.rollout.environments import build_task_source
@@ -16,10 +17,12 @@ def heldout_tasks(config: RunConfig) -> TaskSource:
     """The tasks of evaluations. Raises UserError for an environment or an option of it that does not exist, and where
     it holds out fewer tasks than are to be evaluated."""
     heldout = _tasks(config, "heldout")
-    if heldout.size is not None and heldout.size < config.evaluation.tasks:
+    with hidden_credentials(config.environment):  # a size may be computed by the environment's code
+        size = heldout.size
+    if size is not None and size < config.evaluation.tasks:
         raise UserError(
             f"evaluation.tasks: {config.evaluation.tasks}, but environment {config.environment.name} holds out "
-            f"{heldout.size}; lower it"
+            f"{size}; lower it"
         )
     return heldout
 

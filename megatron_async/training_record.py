@@ -27,6 +27,7 @@ from megatron_async.rollout.environments.base import DescribedTaskSource, Task, 
 
 if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
     from megatron_async.config.schema import RunConfig
+from megatron_async.credentials import hidden_credentials
 
 FILE = "trained_on.json"
 _FORMAT = 1
@@ -57,11 +58,14 @@ class Training:
 
 def training(config: RunConfig, kind: str, source: TaskSource | None) -> Training:
     """A training of this configuration; source: its training tasks, None where they cannot be asked."""
-    name, size = config.environment.name, None if source is None else source.size
-    about = source.described() if isinstance(source, DescribedTaskSource) else {}
-    if source is None or size is None or size > _LISTED:
-        return Training(kind, config.name, name, about, size)
-    digests = sorted({_digest(name, source.task(index)) for index in range(size)})
+    name = config.environment.name
+    if source is None:
+        return Training(kind, config.name, name)
+    with hidden_credentials(config.environment):  # all that is asked here may be the environment's own code
+        size = source.size
+        about = source.described() if isinstance(source, DescribedTaskSource) else {}
+        listed = size is not None and size <= _LISTED
+        digests = sorted({_digest(name, source.task(index)) for index in range(size or 0)}) if listed else None
     return Training(kind, config.name, name, about, size, digests)
 
 

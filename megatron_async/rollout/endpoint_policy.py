@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from megatron_async.config.schema import RunConfig
+from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.rollout import environment_calls
 from megatron_async.rollout.chat_endpoint import (
@@ -96,6 +97,13 @@ def evaluate_endpoint(config: RunConfig, options: EndpointOptions, folder: Path)
 
     Raises ValueError when the variable with the key is not set, UserError as `evaluation.evaluate`.
     """
+    endpoint = ChatEndpoint(options)
+    with hidden_credentials(config.environment):  # the endpoint has its key
+        return _evaluate(config, endpoint, folder)
+
+
+def _evaluate(config: RunConfig, endpoint: ChatEndpoint, folder: Path) -> EvaluationResult:
+    options = endpoint.options
     source = build_task_source(config.environment, "heldout", config.seed)
     limits = EpisodeLimits.from_config(config)
     subject = Subject(
@@ -108,7 +116,7 @@ def evaluate_endpoint(config: RunConfig, options: EndpointOptions, folder: Path)
     )
     asked = asdict(replace(options, concurrency=0))  # how many at once changes no answer
     same = conditions(config, source, subject, endpoint=asked, waits=asdict(limits))
-    play = endpoint_player(ChatEndpoint(options), source, limits)
+    play = endpoint_player(endpoint, source, limits)
 
     def check(result: EvaluationResult) -> None:
         if result.turns == 0 and set(result.endings) == {CONTEXT_LENGTH}:

@@ -199,7 +199,7 @@ def evaluate_engines(
     ticks: called in this thread twice a second; what they raise ends the evaluation. folder: where results and the
     journal go (`evaluation_files.results_folder`). Raises InUse when another evaluation has them there.
     """
-    with hidden_credentials(config):
+    with hidden_credentials(config.environment):
         return run_blocking(_evaluate_engines(config, urls, folder), *ticks)
 
 

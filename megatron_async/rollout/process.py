@@ -28,7 +28,7 @@ def main(config: RunConfig) -> int:
 
 async def run(config: RunConfig) -> int:
     read_roster(config.run_path)  # a run that nobody started has no engines, and no bank either: the first says more
-    with Bank.open(config.bank_url) as bank, hidden_credentials(config):  # the bank's own may be in the environment
+    with Bank.open(config.bank_url) as bank, hidden_credentials(config.environment):
         await _roll_out(config, bank)
     return 0
 

@@ -200,7 +200,7 @@ def test_environment_code_sees_no_credentials_but_those_its_options_name(
     monkeypatch.setenv("USER_MODEL_KEY", "asked for")
     options = {"user": {"api_key_env": "USER_MODEL_KEY", "url": "http://h"}}
     config = run_config(tmp_path, environment={"name": "desk", "options": options})
-    with hidden_credentials(config):
+    with hidden_credentials(config.environment):
         assert "HF_TOKEN" not in os.environ
         assert os.environ["USER_MODEL_KEY"] == "asked for"
     assert os.environ["HF_TOKEN"] == "secret"
@@ -208,7 +208,7 @@ def test_environment_code_sees_no_credentials_but_those_its_options_name(
 
 def test_they_come_back_when_the_work_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    with pytest.raises(RuntimeError, match="x"), hidden_credentials(run_config(tmp_path)):
+    with pytest.raises(RuntimeError, match="x"), hidden_credentials(run_config(tmp_path).environment):
         raise RuntimeError("x")
     assert os.environ["HF_TOKEN"] == "secret"
 

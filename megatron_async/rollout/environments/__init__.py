@@ -2,7 +2,8 @@
 
 A name is one of `ENVIRONMENTS`, or `package.module:factory` for an environment of your own. A factory is called as
 `factory(options, split, seed)` and returns a `TaskSource`; it raises `ValueError` for an option it does not know.
-Modules are imported only when their environment is asked for, so an environment's extra dependencies stay optional.
+Modules are imported only when their environment is asked for, so an environment's extra dependencies stay optional, and
+what they run on import sees no credentials (`credentials`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.credentials import hidden_credentials
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
     Environment,
@@ -68,7 +70,8 @@ def build_task_source(config: EnvironmentConfig, split: Split, seed: int) -> Tas
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"unknown split {split!r}: use 'train' or 'heldout'")
-    return _factory(config.name)(config.options, split, seed)
+    with hidden_credentials(config):
+        return _factory(config.name)(config.options, split, seed)
 
 
 def build_demonstrations(
@@ -84,8 +87,9 @@ def build_demonstrations(
             f"environment {config.name!r} has no demonstrations; known: {sorted(DEMONSTRATIONS)}"
         )
     module, _, attribute = target.partition(":")
-    build = getattr(importlib.import_module(module), attribute)
-    pairs: list[tuple[list[int], list[bool]]] = build(config.options, count, seed, chat)
+    with hidden_credentials(config):
+        build = getattr(importlib.import_module(module), attribute)
+        pairs: list[tuple[list[int], list[bool]]] = build(config.options, count, seed, chat)
     return pairs
 
 
