@@ -11,6 +11,8 @@ Invariants
 - An engine taken off the list gets no new request; those it has are finished (drained).
 - A request with a ``min_version`` goes to no engine that is known to hold an older one, and waits for one that is newer
   without keeping others from a place.
+- A defect in what the pool does beside requests (asking for health, draining) is raised to whoever asks for anything
+  next, and ever after; that an engine fails is none.
 - Control (pause, version, weights) is not the pool's: it goes to each engine, through the publisher.
 """
 
@@ -98,6 +100,7 @@ class EnginePool:
         self._nobody_since: float | None = None
         self._asked_all_at = self._asked_versions_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
+        self._defect: BaseException | None = None
 
     def _member(self, url: str) -> Member:
         return Member(EngineClient(url, **self._client_options))
@@ -227,6 +230,7 @@ class EnginePool:
                 delivered tokens.
             EngineTimeout: ``deadline_s`` is over, or an engine fell silent.
             EngineError: the engine refused the request, or the last answer contradicts itself.
+            RuntimeError: a defect of the pool (see the module).
         """
         way = _Way(min_version)
 
@@ -351,6 +355,8 @@ class EnginePool:
             member.give_up_requests(error.text)
 
     def _start_due_probes(self) -> None:
+        if self._defect is not None:
+            raise RuntimeError(f"the pool of engines failed in the background: {self._defect!r}") from self._defect
         now = time.monotonic()
         for member in self._watched:
             if member.probe_at is not None and now >= member.probe_at and not member.probing:
@@ -396,6 +402,7 @@ class EnginePool:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("engine pool: %s", error, exc_info=error)
+            self._defect = self._defect or error
 
 
 def _elsewhere(error: EngineError) -> bool:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sglang_bridge import EngineError, EnginePool, EngineTimeout, EngineUnreachable, SamplingOptions
+from sglang_bridge import (
+    EngineClient,
+    EngineError,
+    EnginePool,
+    EngineTimeout,
+    EngineUnreachable,
+    SamplingOptions,
+)
 from tests.unit.bridge_endpoint import LENGTH, ScriptedEndpoint, drop_after, event, stay_silent
 
 OPTIONS = SamplingOptions(max_new_tokens=10)
@@ -206,6 +213,42 @@ def test_who_waits_for_a_version_hears_of_it_without_a_request() -> None:
                     await asyncio.sleep(0.02)
             assert pool.healthy_urls == [engine.url]
 
+    asyncio.run(run())
+
+
+class Defect(Exception):
+    """Nothing that an engine can do."""
+
+
+@pytest.mark.parametrize("broken", ["version", "close"])
+def test_a_defect_in_the_background_is_not_run_on_with(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """version: asked before an engine is taken back. close: of one that has been drained."""
+
+    async def fail(client: EngineClient) -> None:
+        if client.url != good:
+            raise Defect("planned")
+
+    async def use(pool: EnginePool) -> None:
+        async with asyncio.timeout(10):
+            while True:
+                await pool.generate([1, 2, 3], OPTIONS)
+                await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        nonlocal good
+        async with ScriptedEndpoint(*[GOOD] * 500) as one, ScriptedEndpoint(*[GOOD] * 500) as two:
+            good = one.url
+            async with EnginePool([one.url] if broken == "version" else [one.url, two.url]) as pool:
+                monkeypatch.setattr(EngineClient, broken, fail)
+                pool.set_urls([one.url, two.url] if broken == "version" else [one.url])
+                with pytest.raises(RuntimeError, match="planned") as failed:
+                    await use(pool)
+                assert isinstance(failed.value.__cause__, Defect)
+                with pytest.raises(RuntimeError, match="planned"):
+                    await pool.versions(1.0)
+                monkeypatch.undo()
+
+    good = ""
     asyncio.run(run())
 
 
