@@ -3,7 +3,7 @@
 Invariants: a part that ends unexpectedly is reported with how it ended and the tail of its log; when the supervisor
 leaves its `with` block, however it leaves it, no process that it started is alive, at the latest `STOP_GRACE_S` plus a
 second later, also none that a part left behind when it was killed. A second Ctrl-C kills them all at once. If the
-supervisor itself is killed, the kernel sends SIGTERM to its children (PR_SET_PDEATHSIG).
+supervisor itself is killed, whenever, its children get SIGTERM (from the kernel, PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +32,7 @@ STOP_GRACE_S = 3.5
 
 PART_VARIABLE = "MEGATRON_ASYNC_PART"
 """Inherited by everything a part starts: finds its processes when their parent is gone (torchrun gives each rank a
-session of its own, so neither process group nor session does)."""
+session of its own, so neither process group nor session does). Begins with the supervisor's process id and a dot."""
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -98,7 +99,7 @@ class Part:
         self.name = name
         self.argv = list(argv)
         self.log_path = log_path
-        self.mark = uuid.uuid4().hex
+        self.mark = f"{os.getpid()}.{uuid.uuid4().hex}"
         """In the environment of all its processes."""
         inherited = os.environ if inherited is None else inherited
         self._said = log_path.with_suffix(".error")
@@ -117,7 +118,7 @@ class Part:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, parent=os.getpid()),
             )
 
     @property
@@ -154,10 +155,29 @@ def _mark_of(process: psutil.Process) -> str | None:
         return None  # it has just ended, or is another user's
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Get a signal when the process that started this one ends. Ranks ask for it themselves: torchrun gives its
-    children nothing of the kind, and one that is killed would leave them training beside those that come after."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM, *, parent: int | None = None) -> None:
+    """Get a signal when the process that started this one ends, at once where it has ended already. Ranks ask for it
+    themselves: torchrun gives its children nothing of the kind, and one that is killed would leave them training beside
+    those that come after.
+
+    parent: the id of that process. None: for processes of a part, which know it by the part's mark.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    # The kernel tells nothing of a parent that ended before it was asked, which for a rank takes seconds of imports.
+    if not (_started_by_part() if parent is None else os.getppid() == parent):
+        os.kill(os.getpid(), number)
+
+
+def _started_by_part() -> bool:
+    """Whether this process's parent is the supervisor of its part, or a process of the same part: whoever takes over
+    children whose parent is gone (the first process of a machine or container, a manager of sessions) is neither."""
+    parent, mark = os.getppid(), os.environ.get(PART_VARIABLE, "")
+    if mark.startswith(f"{parent}."):
+        return True
+    try:
+        return _mark_of(psutil.Process(parent)) == mark
+    except psutil.NoSuchProcess:
+        return False
 
 
 def stop_all(parts: Sequence[Part], grace_s: float = STOP_GRACE_S) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     try:
         while not began.exists():
             assert job.poll() is None
+            time.sleep(0.05)  # the cores are for what is waited for
         ranks = [each for each in psutil.Process(job.pid).children(recursive=True) if str(script) in each.cmdline()]
         assert ranks
     finally:

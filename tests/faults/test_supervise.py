@@ -58,6 +58,53 @@ def test_what_a_killed_part_left_behind_is_stopped(tmp_path: Path) -> None:
     assert ends(child, 0.5), "the orphan survived"
 
 
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from megatron_async.supervise import end_with_parent
+first = os.getpid()
+if os.fork():
+    os._exit(0)  # as a parent that is killed while its child imports
+while os.getppid() == first:
+    time.sleep(0.01)
+end_with_parent(parent=first if sys.argv[1] == "named" else None)
+Path(sys.argv[2]).touch()
+"""
+
+RANK = """
+import sys
+from pathlib import Path
+from megatron_async.supervise import end_with_parent
+end_with_parent()
+Path(sys.argv[1]).touch()
+"""
+
+
+@pytest.mark.parametrize("how", ["named", "by mark"])
+def test_a_process_whose_parent_ended_before_it_asked_ends_too(how: str, tmp_path: Path) -> None:
+    part = Part("orphan", [sys.executable, "-c", ORPHAN, how, str(tmp_path / "survived")], tmp_path / "log")
+    part.start()
+    while part.poll() is None or part.descendants():
+        time.sleep(0.02)
+    assert part.poll() == 0 and "Error" not in (tmp_path / "log").read_text()
+    assert not (tmp_path / "survived").exists()
+
+
+def test_one_whose_parent_is_there_goes_on(tmp_path: Path) -> None:
+    """A process of a part: started by the supervisor itself, or by another process of the part, as torchrun's ranks."""
+    rank = [sys.executable, "-c", RANK]
+    between = "import subprocess, sys; raise SystemExit(subprocess.call(sys.argv[1:]))"
+    parts = [
+        Part("direct", [*rank, str(tmp_path / "direct")], tmp_path / "direct.log"),
+        Part("rank", [sys.executable, "-c", between, *rank, str(tmp_path / "rank")], tmp_path / "rank.log"),
+    ]
+    with supervised(parts):
+        for part in parts:
+            part.start()
+        watch(parts, lambda: all(part.poll() == 0 for part in parts), poll_s=0.02)
+    assert (tmp_path / "direct").exists() and (tmp_path / "rank").exists()
+
+
 def test_a_part_and_its_children_are_stopped_at_the_end_of_the_block(tmp_path: Path) -> None:
     part = Part("parent", [sys.executable, "-c", PARENT, str(tmp_path / "pid")], tmp_path / "log")
     with supervised([part]):
