@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 
 import psycopg
+import pytest
+
+WITHOUT = "MEGATRON_ASYNC_TESTS_WITHOUT_POSTGRESQL"
+"""Environment variable that leaves out tests of PostgreSQL where there is none, which otherwise fail."""
 
 
 def find_binaries() -> Path | None:
@@ -31,6 +35,19 @@ def why_unavailable() -> str:
     if not shutil.which("setpriv"):
         return "there is no setpriv, without which a killed test would leave its server behind"
     return ""
+
+
+def require() -> None:
+    """For a test that needs a server: fails where none can be started, unless the environment says to leave it out."""
+    reason = why_unavailable()
+    if reason and os.environ.get(WITHOUT):
+        pytest.skip(f"{reason}, and {WITHOUT} is set")
+    if reason:
+        pytest.fail(
+            f"{reason}. Install it (Debian and Ubuntu: apt-get install postgresql util-linux; elsewhere: initdb and "
+            f"postgres on the PATH), or set {WITHOUT}=1 to leave out the tests of the bank on PostgreSQL",
+            pytrace=False,
+        )
 
 
 class PostgreSQLServer:

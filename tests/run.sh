@@ -4,6 +4,9 @@
 #   bash tests/run.sh                        # everything but slow and gpu
 #   bash tests/run.sh tests/unit -x          # a part
 #   bash tests/run.sh -m slow                # the long ones
+#
+# The bank's tests also run on PostgreSQL, which the set-up does not install (Debian, Ubuntu: apt-get install postgresql).
+# Without it they fail; MEGATRON_ASYNC_TESTS_WITHOUT_POSTGRESQL=1 leaves them out.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_async.bank import Bank
 from tests.bank_support import check_consistent, close_view, states, steps_of
-from tests.postgresql_server import PostgreSQLServer, why_unavailable
+from tests.postgresql_server import PostgreSQLServer, require
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -22,8 +22,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/bank.sqlite"
         return
-    if why_unavailable():
-        pytest.skip(why_unavailable())
+    require()
     server = PostgreSQLServer()
     yield server.new_database()
     server.stop()

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.bank_support import check_consistent, close_view
-from tests.postgresql_server import PostgreSQLServer, why_unavailable
+from tests.postgresql_server import PostgreSQLServer, require
 
 
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[PostgreSQLServer]:
     """One server for the whole session, started when the first test asks for it."""
-    reason = why_unavailable()
-    if reason:
-        pytest.skip(reason)
+    require()
     server = PostgreSQLServer()
     yield server
     server.stop()

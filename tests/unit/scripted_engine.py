@@ -20,7 +20,7 @@ class ScriptedEngine:
 
     turn_length: tokens of a turn, END included, or a function of the request's number. token_s: seconds per token.
     fail: given the number of a request (0, 1, ...), an HTTP status to answer with, or None. stall_at: tokens after
-    which an answer stands still for ever.
+    which an answer stands still until `go_on`; `stalled` counts those that do.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ScriptedEngine:
         self.token_s = token_s
         self.fail = fail
         self.stall_at = stall_at
+        self.stalled = 0
         self.version = 0
         self.requests = 0
         self.running = 0
@@ -41,6 +42,7 @@ class ScriptedEngine:
         self.aborts = 0
         self.hung_up = 0
         self._abort_generation = 0
+        self._goes_on = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -60,6 +62,17 @@ class ScriptedEngine:
     def abort_running(self) -> None:
         """End every running request with reason abort and the tokens it has."""
         self._abort_generation += 1
+
+    def go_on(self) -> None:
+        """No answer stands still any more."""
+        self._goes_on.set()
+
+    async def _stand_still(self) -> None:
+        self.stalled += 1
+        try:
+            await self._goes_on.wait()
+        finally:
+            self.stalled -= 1
 
     async def _info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
@@ -90,7 +103,7 @@ class ScriptedEngine:
         generation = self._abort_generation
         reason = None
         while reason is None:
-            await asyncio.sleep(3600 if len(out) == self.stall_at else self.token_s)
+            await (self._stand_still() if len(out) == self.stall_at else asyncio.sleep(self.token_s))
             if generation != self._abort_generation:
                 reason = "abort"
                 self.aborts += 1

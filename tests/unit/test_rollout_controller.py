@@ -141,16 +141,16 @@ def test_partial_responses_go_on_over_a_weight_update(tmp_path: Path, mode: str)
     async def scenario() -> list[Trajectory]:
         config = make_config(tmp_path)
         with open_bank(config) as bank:
-            async with ScriptedEngine(30, token_s=0.005) as engine:
+            async with ScriptedEngine(30, stall_at=10) as engine:
 
                 async def script(controller: RolloutController, trainer: Trainer) -> None:
-                    while engine.requests < 4:
+                    while engine.stalled < 4:
                         await asyncio.sleep(0.01)
-                    await asyncio.sleep(0.05)
                     bank.record_version(1, 0)
                     trainer.version = engine.version = 1
                     if mode == "abort":
                         engine.abort_running()
+                    engine.go_on()
                     await trainer.train(1)
 
                 _, trainer = await play(config, bank, engine, script)

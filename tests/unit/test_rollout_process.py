@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,21 +70,19 @@ def test_rollout_fills_the_bank_and_ends_with_the_run(tmp_path: Path, smallest_c
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_it_within_seconds_and_keeps_what_there_is(
+def test_a_signal_stops_it_at_once_and_keeps_what_there_is(
     tmp_path: Path, smallest_checkpoint: Path, number: signal.Signals
 ) -> None:
     async def scenario() -> None:
-        async with ScriptedEngine(1000, token_s=0.05) as engine:
+        async with ScriptedEngine(1000, stall_at=3) as engine:  # answers that never end are not waited for
             config = make_run(tmp_path, smallest_checkpoint, [engine.url], token_budget=400)
             with Bank.open(config.bank_url) as bank:
                 process = asyncio.create_task(rollout.run(config))
-                while engine.running < 4:
+                while engine.stalled < 4:
                     assert not process.done(), process.exception()
                     await asyncio.sleep(0.02)
                 os.kill(os.getpid(), number)
-                started = time.monotonic()
                 assert await asyncio.wait_for(process, 60) == 0
-                assert time.monotonic() - started < 5
                 # Written down for the next rollout to go on with.
                 assert bank.counts()[State.RUNNING] == 4 and bank.counts()[State.FAILED] == 0
                 assert all(len(trajectory) > 0 for trajectory in bank.list_running())

@@ -64,6 +64,12 @@ class Fleet:
         self._banks.close()
 
 
+def found_no_room(fleet: Fleet, process: int) -> bool:
+    """Whether its last look at the bank was followed by no start."""
+    made = fleet.controllers.get(process)
+    return made is not None and made._waiting_for.startswith("the trainer:")
+
+
 def config_of(path: Path, url: str, **rollout: float) -> RunConfig:
     config = make_config(path, turn_deadline_s=60.0, trajectory_deadline_s=60.0, **rollout)
     return replace(config, bank=BankConfig(url=url))
@@ -123,9 +129,11 @@ def test_a_process_recovers_its_own_and_nothing_else(tmp_path: Path, sqlite_url:
             fleet.start(1)
             await until(lambda: bank.counts()[State.RUNNING] == 16)
             own = {each.trajectory_id for each in bank.list_running()}
-            fleet.start(0)  # there is no room left for it
+            fleet.start(0)
+            await until(lambda: found_no_room(fleet, 0))
             await fleet.stop(1)
-            await asyncio.sleep(0.1)
+            fleet.controllers[0]._waiting_for = ""
+            await until(lambda: found_no_room(fleet, 0))  # it has looked again, and took nothing over
             assert {t for t, state in states(sqlite_url).items() if state == "running"} == own
             free.append(True)
             fleet.start(1)
