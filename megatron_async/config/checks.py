@@ -276,6 +276,11 @@ def _warn_places(config: RunConfig, shape: ModelShape | None) -> list[str]:
             f"bank.url: {config.trainer.nodes} nodes share an SQLite file, which is safe only while all that open the "
             "bank run on one node; use a PostgreSQL address"
         )
+    if config.bank.keep == "resumable" and config.checkpoint.every == 0:
+        warnings.append(
+            "checkpoint.every: 0 makes no generation, so bank.keep resumable deletes nothing: a resume trains every "
+            "step again, and tokens, log-probs and routed experts of all trajectories stay; set it above 0"
+        )
     if config.engines.routed_experts and shape is not None and not shape.is_moe:
         warnings.append("engines.routed_experts: true, but the model has no experts")
     return warnings + routing_warnings(config)

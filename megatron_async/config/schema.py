@@ -356,7 +356,7 @@ class CheckpointConfig:
     every: int = 20
     """Training steps between generations; one more is made after the last step. A kill costs the work of at most so
     many steps, whose recorded batches are trained again; the history keeps the versions that this may ask for. 0 makes
-    none: a resume then begins at the starting checkpoint."""
+    none: a resume then begins at the starting checkpoint, and the bank keeps everything (`bank.keep`)."""
     keep_last: int = 2
     """Complete generations that are kept; older ones are removed. Each takes 12 bytes per parameter beside the
     weights."""

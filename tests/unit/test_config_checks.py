@@ -177,6 +177,7 @@ def test_all_problems_are_reported_together(tmp_path):
         (["rollout.concurrency=9999"], "(max_staleness 1 + 1) * 128 = 256"),
         (["publish.pause_mode=in_place"], "retract keeps them exact"),
         (["trainer.nodes=2", "layout.world_size=2"], "PostgreSQL"),
+        (["engines.routed_experts=true", "checkpoint.every=0"], "bank.keep resumable deletes nothing"),
     ],
 )
 def test_likely_mistakes_warn(tmp_path, overrides, word):
