@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+CLOSE_S = 30.0
+"""What runs gets as long to take its cancellation."""
 
 
 class BackgroundLoop:
@@ -28,8 +31,10 @@ class BackgroundLoop:
         return self.submit(coroutine).result()
 
     def close(self) -> None:
-        """Cancel what still runs, end the loop and its thread."""
-        self.run(_cancel_others())
+        """Cancel what still runs, end the loop and its thread. One that is blocked and does not come back within
+        `CLOSE_S` seconds is left behind, as a daemon."""
+        if not wait([self.submit(_cancel_others())], timeout=CLOSE_S).done:
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():

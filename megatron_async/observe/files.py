@@ -8,6 +8,7 @@ runs/<name>/
   timeline.jsonl       what each part did from when to when
   status/<part>.json   what each part does now
   restarts.jsonl       one row for each part that ended by itself and was started again
+  blocked.jsonl        one row for each rollout process that ended because an environment blocked its event loop
   tensorboard/         the metrics as TensorBoard events
   logs/                output of every process; <part>.error: what one of them said that the user has to mend
   engines.json         the engines, and which of them serve
@@ -69,6 +70,10 @@ class RunFiles:
     @property
     def restarts(self) -> Path:
         return self.root / "restarts.jsonl"
+
+    @property
+    def blocked(self) -> Path:
+        return self.root / "blocked.jsonl"
 
     @property
     def tensorboard(self) -> Path:

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from megatron_async.rollout import environment_calls
+from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
@@ -168,10 +169,16 @@ async def run_episode(
         )
         logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
     finally:
-        await environment_calls.close(environment, trajectory.trajectory_id, limits.turn_deadline_s)
+        closing = environment_call(environment, "close", trajectory)
+        await environment_calls.close(closing, environment, limits.turn_deadline_s)
     info = {"ending": ending.kind, **ending.info, **progress.as_info()}
     trajectory.finish(ending.status, ending.reward, info)
     return trajectory
+
+
+def environment_call(owner: object, method: str, trajectory: Trajectory) -> Call:
+    """The call of `method`, of an environment or of what makes one, for this trajectory."""
+    return Call(owner, method, trajectory.trajectory_id, trajectory.group_id, trajectory.prompt_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +303,8 @@ class _Episode:
         self.progress.waiting_for = f"environment.{what}"
         started = time.monotonic()
         try:
-            return await environment_calls.ask(
-                self.environment, what, call, self.limits.turn_deadline_s, self._blocked
-            )
+            named = environment_call(self.environment, what, self.trajectory)
+            return await environment_calls.ask(named, call, self.limits.turn_deadline_s, self._blocked)
         finally:
             self.progress.environment_s += time.monotonic() - started
 

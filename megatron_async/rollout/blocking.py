@@ -3,13 +3,18 @@
 While one episode's environment computes or waits without `await`, every other episode stands still, engines run empty,
 and nothing says why. Each stretch of a call between two of its awaits is timed here. Only the wall clock can see a call
 that sleeps, so a stretch counts as blocking from `BLOCKS_S` on, which a busy machine alone does not reach often.
+
+A stretch that never ends is never timed: `loop_watchdog` looks at `under_way` from a thread of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -19,11 +24,52 @@ BLOCKS_S = 0.5
 """Seconds without an await from which on a stretch is reported."""
 
 
-class Timed(Generic[T]):
-    """`await Timed(call, note)` is `await call`; note gets the seconds of each stretch of at least `BLOCKS_S`."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of users' code, for messages. owner: whose method it is. trajectory, group, task: ids of what it is for,
+    empty where there are none."""
 
-    def __init__(self, call: Awaitable[T], note: Callable[[float], None]) -> None:
-        self._call, self._note = call, note
+    owner: object
+    method: str
+    trajectory: str = ""
+    group: str = ""
+    task: str = ""
+
+    def __str__(self) -> str:
+        kind = type(self.owner)
+        task = f" of task {self.task}" if self.task else ""
+        whose = f" (trajectory {self.trajectory})" if self.trajectory else ""
+        return f"{kind.__module__}.{kind.__qualname__}.{self.method}{task}{whose}"
+
+
+_under_way: dict[int, Call] = {}  # by thread
+
+
+def under_way(thread: int) -> Call | None:
+    """The call that the thread of this ident is inside of now; None outside of any. From any thread."""
+    return _under_way.get(thread)
+
+
+@contextmanager
+def inside(call: Call) -> Iterator[None]:
+    """Within the block, which awaits nothing, this thread runs `call`."""
+    thread = threading.get_ident()
+    outer = _under_way.get(thread)
+    _under_way[thread] = call
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _under_way[thread]
+        else:
+            _under_way[thread] = outer
+
+
+class Timed(Generic[T]):
+    """`await Timed(what, call, note)` is `await call`; note gets the seconds of each stretch of at least `BLOCKS_S`."""
+
+    def __init__(self, what: Call, call: Awaitable[T], note: Callable[[float], None]) -> None:
+        self._what, self._call, self._note = what, call, note
 
     def __await__(self) -> Generator[Any, Any, T]:
         inner = self._call.__await__()
@@ -31,7 +77,8 @@ class Timed(Generic[T]):
         while True:
             began = time.monotonic()
             try:
-                waited_for = next(inner) if error is None else inner.throw(error)  # type: ignore[attr-defined]
+                with inside(self._what):
+                    waited_for = next(inner) if error is None else inner.throw(error)  # type: ignore[attr-defined]
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -46,11 +93,10 @@ class Timed(Generic[T]):
                 error = thrown
 
 
-def report(environment: object, call: str, seconds: float) -> None:
+def report(call: Call, seconds: float) -> None:
     """Say in the log who blocked the loop."""
-    kind = type(environment)
     logger.warning(
-        "%s.%s.%s blocked the event loop for %.1f s, during which no episode went on: await what waits, and give what "
+        "%s blocked the event loop for %.1f s, during which no episode went on: await what waits, and give what "
         "computes to a thread or a process (asyncio.to_thread)",
-        kind.__module__, kind.__qualname__, call, seconds,
+        call, seconds,
     )  # fmt: skip

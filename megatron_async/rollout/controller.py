@@ -29,7 +29,7 @@ from dataclasses import replace
 from megatron_async.bank import Bank, OpenGroup, Place
 from megatron_async.config.methods import ADVANTAGES
 from megatron_async.config.schema import RunConfig
-from megatron_async.observe import StatusWriter, Timeline
+from megatron_async.observe import RunFiles, StatusWriter, Timeline
 from megatron_async.rollout.admission import Admission, InPlay
 from megatron_async.rollout.agent_loop import Chat
 from megatron_async.rollout.counters import LoopLag, RolloutCounters, describe_waiting
@@ -38,6 +38,7 @@ from megatron_async.rollout.engines import EngineVersions
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.group import Group
 from megatron_async.rollout.ledger import CURSOR, BankView, Ledger
+from megatron_async.rollout.loop_watchdog import blocked_groups
 from megatron_async.rollout.members import Members
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.writing_down import PartialWriter, Streaming
@@ -182,16 +183,29 @@ class RolloutController:
         line = self._ledger.lineage
         least = line.updates(self._version) - self.config.rollout.max_staleness
         cut = CutEpisodes(partial, self._source, line.updates, least)
+        blocked = blocked_groups(self.config.run_path)
         for left in open_groups:
             missing = self.config.batch.group_size - left.waiting
             if missing <= 0 or left.closed:
                 continue
-            if left.min_updates is not None and left.min_updates < least:
-                reason = f"stale: a member that waits is more than {self.config.rollout.max_staleness} updates old"
+            if reason := self._why_not_again(left, least, blocked[left.group_id]):
+                logger.warning("group %s is given up: %s", left.group_id, reason)
                 await self._ledger.give_up(left.group_id, cut.claim(left.group_id, 0)[1], reason)
             else:
                 await self._resume_group(parts, left, missing, cut)
         await self._ledger.abandon(cut.unclaimed(), "the rollout that played it ended")
+
+    def _why_not_again(self, left: OpenGroup, least: int, blocked: int) -> str:
+        """Why a group that was left open is given up; empty where it goes on. blocked: how often it ended a process."""
+        rollout = self.config.rollout
+        if left.min_updates is not None and left.min_updates < least:
+            return f"stale: a member that waits is more than {rollout.max_staleness} updates old"
+        if blocked > rollout.max_retries:
+            return (
+                f"its environment, of task {left.prompt_id}, blocked the event loop {blocked} times until the rollout "
+                f"was ended (rollout.max_retries={rollout.max_retries}); see {RunFiles(self.config.run_path).blocked}"
+            )
+        return ""
 
     async def _look(self) -> BankView:
         """What the bank says now; ends everything when the run is over or a stop was asked for."""

@@ -29,6 +29,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.rollout import environment_calls
+from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.chat_endpoint import (
     ChatEndpoint,
     Completion,
@@ -125,7 +126,8 @@ def _evaluate(config: RunConfig, endpoint: ChatEndpoint, folder: Path) -> Evalua
                 f"rollout.max_new_tokens ({config.rollout.max_new_tokens}), or serve the model with a longer context"
             )
 
-    return run_blocking(journalled(config, play, source, subject, same, folder, check))
+    work = journalled(config, play, source, subject, same, folder, check)
+    return run_blocking(work, config.rollout.turn_deadline_s)
 
 
 def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeLimits) -> Player:
@@ -167,7 +169,9 @@ class _Episode:
             logger.warning("evaluation of %s: trajectory_deadline", name)
             return self._episode(None, "trajectory_deadline", {}, started)
         finally:
-            await environment_calls.close(self._environment, name, self._limits.turn_deadline_s)
+            await environment_calls.close(
+                Call(self._environment, "close", name), self._environment, self._limits.turn_deadline_s
+            )
         return self._episode(float(reward), ending, info, started)
 
     def _episode(
@@ -226,7 +230,8 @@ class _Episode:
             raise EpisodeFailure(Status.ENGINE_ERROR, "endpoint_failure", str(error)) from error
 
     async def _ask(self, what: str, call: Awaitable[T]) -> T:
-        return await environment_calls.ask(self._environment, what, call, self._limits.turn_deadline_s)
+        named = Call(self._environment, what)
+        return await environment_calls.ask(named, call, self._limits.turn_deadline_s)
 
     def _turn(self, completion: Completion) -> AssistantTurn:
         """What the endpoint said, also put into the conversation."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from megatron_async.rollout.blocking import Timed, report
+from megatron_async.rollout.blocking import Call, Timed, report
 from megatron_async.rollout.environments.base import Environment, EnvironmentFailure, Message
 from megatron_async.trajectory import Status
 
@@ -29,33 +29,32 @@ class EpisodeFailure(Exception):
 
 
 async def ask(
-    environment: Environment,
-    what: str,
+    what: Call,
     call: Awaitable[T],
     deadline_s: float,
     blocked: Callable[[float], None] = lambda seconds: None,
 ) -> T:
     """Await one call of the environment; whatever goes wrong in there is EpisodeFailure (`environment_error`).
 
-    what: name of the call. blocked: told the seconds for which the call stopped the event loop, which is logged too.
+    what: says which call it is. blocked: told the seconds for which it stopped the event loop, which is logged too.
     """
 
     def note(seconds: float) -> None:
         blocked(seconds)
-        report(environment, what, seconds)
+        report(what, seconds)
 
     try:
         async with asyncio.timeout(deadline_s) as deadline:
-            return await Timed(call, note)
+            return await Timed(what, call, note)
     except EnvironmentFailure as error:
-        message = f"{what}: {error}"
+        message = f"{what.method}: {error}"
         raise EpisodeFailure(Status.ENVIRONMENT_ERROR, error.kind, message) from error
     except Exception as error:  # environments are users' code: their bugs are failures of the environment
         if deadline.expired():
-            message = f"{what} gave no answer in {deadline_s:g} s (rollout.turn_deadline_s)"
+            message = f"{what.method} gave no answer in {deadline_s:g} s (rollout.turn_deadline_s)"
             raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_timeout", message) from error
-        logger.exception("the environment raised in %s", what)
-        message = f"{what} raised {type(error).__name__}: {error}"
+        logger.exception("the environment raised in %s", what.method)
+        message = f"{what.method} raised {type(error).__name__}: {error}"
         raise EpisodeFailure(Status.ENVIRONMENT_ERROR, "environment_exception", message) from error
 
 
@@ -69,10 +68,13 @@ def check_observation(messages: Sequence[Message]) -> None:
         )
 
 
-async def close(environment: Environment, name: str, deadline_s: float) -> None:
-    """Close the environment of episode `name`; its outcome stands, so a failure here is only reported."""
+async def close(what: Call, environment: Environment, deadline_s: float) -> None:
+    """Close the environment of an episode; its outcome stands, so a failure here is only reported.
+
+    what: says which call it is.
+    """
     try:
         async with asyncio.timeout(deadline_s):
-            await environment.close()
+            await Timed(what, environment.close(), lambda seconds: report(what, seconds))
     except Exception:
-        logger.exception("trajectory %s: the environment failed to close", name)
+        logger.exception("trajectory %s: the environment failed to close", what.trajectory)

@@ -42,6 +42,7 @@ from megatron_async.rollout.evaluation_subject import (
     labels_of,
     write_subject,
 )
+from megatron_async.rollout.loop_watchdog import watched_loop
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
 from sglang_bridge.event_loop import BackgroundLoop
@@ -200,22 +201,37 @@ def evaluate_engines(
     journal go (`evaluation_files.results_folder`). Raises InUse when another evaluation has them there.
     """
     with hidden_credentials(config.environment):
-        return run_blocking(_evaluate_engines(config, urls, folder), *ticks)
+        return run_blocking(_evaluate_engines(config, urls, folder), config.rollout.turn_deadline_s, *ticks)
+
+
+class EvaluationBlocked(UserError):
+    """An environment blocked the event loop of an evaluation and did not come back."""
 
 
 def run_blocking(
-    evaluation: Coroutine[Any, Any, EvaluationResult], *ticks: Callable[[], None]
+    evaluation: Coroutine[Any, Any, EvaluationResult], patience_s: float, *ticks: Callable[[], None]
 ) -> EvaluationResult:
     """Run to the end in an event loop with a thread of its own, calling `ticks` in this one twice a second.
 
-    An exception that a signal handler raises inside a callback of the loop would only be logged.
+    An exception that a signal handler raises inside a callback of the loop would only be logged. patience_s: longest
+    time for which the loop may be blocked (`rollout.turn_deadline_s`). Raises EvaluationBlocked after it.
     """
-    loop = BackgroundLoop("evaluation")
+    loop, blocked = BackgroundLoop("evaluation"), list[str]()
+
+    async def watched() -> EvaluationResult:
+        async with watched_loop(patience_s, lambda call, text: blocked.append(text)):
+            return await evaluation
+
     try:
-        result = loop.submit(evaluation)
+        result = loop.submit(watched())
         while not wait([result], timeout=_TICK_S).done:
             for tick in ticks:
                 tick()
+            if blocked:
+                raise EvaluationBlocked(
+                    f"evaluation: {blocked[0]}, longer than rollout.turn_deadline_s ({patience_s:g} s), and nothing "
+                    "can end it. Await what waits, and give what computes to a thread or a process (asyncio.to_thread)"
+                )
         return result.result()
     finally:
         loop.close()

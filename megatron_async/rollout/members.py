@@ -17,7 +17,14 @@ from megatron_async.bank import State
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import Timeline
-from megatron_async.rollout.agent_loop import Chat, EpisodeProgress, ReplayDiverged, run_episode
+from megatron_async.rollout.agent_loop import (
+    Chat,
+    EpisodeProgress,
+    ReplayDiverged,
+    environment_call,
+    run_episode,
+)
+from megatron_async.rollout.blocking import inside
 from megatron_async.rollout.counters import RolloutCounters, Running
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.episode_limits import EpisodeLimits
@@ -142,10 +149,12 @@ class Members:
             self.live[trajectory.trajectory_id] = running
             self.playing[trajectory.trajectory_id] = Played(trajectory, running.progress)
             try:
+                with inside(environment_call(self._source, "environment", trajectory)):
+                    environment = self._source.environment(task)
                 await run_episode(
                     self._pool,
                     self._chat,
-                    self._source.environment(task),
+                    environment,
                     trajectory,
                     self._limits,
                     running.progress,

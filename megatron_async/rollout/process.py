@@ -13,6 +13,7 @@ from megatron_async.rollout import collecting_garbage
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.engines import build_pool, serving_engines, with_engines
+from megatron_async.rollout.loop_watchdog import end_process, watched_loop
 from megatron_async.roster import read_roster
 from megatron_async.task_checks import training_tasks
 
@@ -21,7 +22,8 @@ def main(config: RunConfig) -> int:
     """`megatron-async rollout`: roll out against the engines of the run's folder until the run is finished.
 
     SIGINT and SIGTERM stop it: running episodes are written down for the next rollout to go on with (with
-    `rollout.flush_s: 0` they are given up), finished ones are in the bank. Returns the exit code.
+    `rollout.flush_s: 0` they are given up), finished ones are in the bank. Returns the exit code. An event loop that is
+    blocked for `rollout.turn_deadline_s` ends the process (`loop_watchdog`).
     """
     return asyncio.run(run(config))
 
@@ -39,7 +41,9 @@ async def _roll_out(config: RunConfig, bank: Bank) -> None:
     part = f"rollout-{config.rollout.process}" if config.rollout.process else "rollout"
     status, timeline = StatusWriter(config.run_path, part), Timeline(config.run_path, part)
     urls = await serving_engines(config.run_path, config.engines.start_deadline_s)
-    async with build_pool(config, urls) as pool, collecting_garbage.rarely():
+    patience_s = config.rollout.turn_deadline_s
+    blocked = watched_loop(patience_s, end_process(config.run_path, patience_s))
+    async with build_pool(config, urls) as pool, collecting_garbage.rarely(), blocked:
         controller = RolloutController(config, bank, pool, source, chat, status=status, timeline=timeline)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

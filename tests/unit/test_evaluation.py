@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import random
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from megatron_async.errors import UserError
 from megatron_async.rollout import evaluation
+from megatron_async.rollout.blocking import Call, inside
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
 from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.estimators import (
@@ -28,6 +30,7 @@ from megatron_async.rollout.estimators import (
 from megatron_async.rollout.evaluation import engine_player, evaluate
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
 from megatron_async.trajectory import SamplingParams
+from sglang_bridge import event_loop
 from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
 
 LIMITS = EpisodeLimits(
@@ -139,9 +142,22 @@ def test_what_a_tick_raises_ends_an_evaluation() -> None:
 
     started = time.monotonic()
     with pytest.raises(UserError, match="the engine died"):
-        evaluation.run_blocking(endless(), tick)
+        evaluation.run_blocking(endless(), 300.0, tick)
     assert seen == ["cancelled"]
     assert time.monotonic() - started < 10
+
+
+def test_an_environment_that_blocks_an_evaluation_for_ever_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "CLOSE_S", 0.1)
+    left = threading.Event()
+
+    async def blocks() -> Any:
+        with inside(Call(left, "reset", task="task-7")):
+            left.wait(60)
+
+    with pytest.raises(evaluation.EvaluationBlocked, match=r"threading.Event.reset of task task-7 has blocked"):
+        evaluation.run_blocking(blocks(), 0.2)
+    left.set()
 
 
 def test_page_says_what_was_counted_and_what_was_not() -> None:
