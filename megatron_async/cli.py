@@ -19,6 +19,7 @@ from megatron_async.config import check, load, shown
 from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import MissingHere, UserError, leave_message
+from megatron_async.heart import BEATS_VARIABLE, beat
 from megatron_async.supervise import PART_VARIABLE, end_with_parent
 
 EXIT_USER_ERROR = 2
@@ -310,6 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     if PART_VARIABLE in os.environ:
         end_with_parent()
+    if BEATS_VARIABLE in os.environ:
+        beat(Path(os.environ[BEATS_VARIABLE]))
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it lists every parameter

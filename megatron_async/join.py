@@ -14,6 +14,7 @@ from megatron_async.config.placement import Node, place
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.fleet import Fleet, fleet
+from megatron_async.health import Guard
 from megatron_async.machines import Announcement, Machine, machine_file
 from megatron_async.observe import RunFiles
 from megatron_async.supervise import Part, StopRequested, stop_on_signals, supervised, watch
@@ -94,7 +95,7 @@ def _train(config: RunConfig, files: RunFiles, node: Node, lead: Machine) -> Non
     part = Part("trainer", command, files.logs / f"trainer_{node.number}.log")
     with supervised([part]):
         part.start()
-        watch([part], lambda: part.poll() == 0 or _ended(lead))
+        watch([part], lambda: part.poll() == 0 or _ended(lead), Guard(config, [part]))
 
 
 def _ended(lead: Machine) -> bool:

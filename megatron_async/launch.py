@@ -25,6 +25,7 @@ from megatron_async.engine_key import read_key
 from megatron_async.engine_watch import EngineWatch
 from megatron_async.errors import UserError
 from megatron_async.fleet import fleet
+from megatron_async.health import Guard
 from megatron_async.machines import Others, own_address
 from megatron_async.observe import RunFiles, append_evaluation, read_evaluations, read_metrics
 from megatron_async.observe.progress import Progress
@@ -123,7 +124,7 @@ def _watched(parts: list[Part], name: str, metric: str, config: RunConfig, outpu
         with stop_on_signals(), supervised(parts):
             for part in parts:
                 part.start()
-            watch(parts, lambda: parts[-1].poll() == 0, _Steps(name, metric, config))
+            watch(parts, lambda: parts[-1].poll() == 0, Guard(config, parts), _Steps(name, metric, config))
     except StopRequested as stop:
         print(f"stopped by {stop}")  # noqa: T201
         return EXIT_STOPPED

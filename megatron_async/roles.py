@@ -11,6 +11,7 @@ Invariants
   something (`Part.user_error`; torchrun swallows exit codes).
 - A rollout that ends while the run is not finished is started again whatever its exit code: a SIGTERM from outside
   ends it with 0.
+- A part that stands still (`health`) is ended, and then is one that ended by itself.
 - Every start after the first is in `restarts.jsonl` of the run's folder, with what ended the part.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import FINISHED, PHASE, RESUMING
 from megatron_async.config.schema import RunConfig
+from megatron_async.health import Guard
 from megatron_async.observe import RunFiles
 from megatron_async.supervise import Part, log_tail, stop_all
 
@@ -49,6 +51,7 @@ class Roles:
         self._training = list(training)
         self._rollout = rollout
         self._parts = parts
+        self._guard = Guard(config, [*training, rollout], with_stages=[part.name for part in training])
         self._steps = 0
         self._in_vain = 0
 
@@ -64,6 +67,7 @@ class Roles:
                 self._look_after(bank, *ticks)
                 for tick in ticks:
                     tick()
+                self._guard()
                 time.sleep(_POLL_S)
 
     def _begin(self, bank: Bank, *ticks: Tick) -> None:
@@ -76,6 +80,7 @@ class Roles:
                     self._restart(self._training)
             for tick in ticks:
                 tick()
+            self._guard()
             time.sleep(_POLL_S)
         self._start(self._rollout)
 
@@ -113,12 +118,13 @@ class Roles:
             "time": time.time(),
             "part": part.name,
             "exit_code": part.poll(),
+            "ending": part.ending(),
             "steps": steps,
             "log": log_tail(part.log_path, lines=1),
         }
         logger.warning(
-            "%s ended with exit code %s after %d steps and is started again (%d of %d without a further step)",
-            part.name, row["exit_code"], steps, self._in_vain, self._config.trainer.max_restarts,
+            "%s %s after %d steps and is started again (%d of %d without a further step)",
+            part.name, row["ending"], steps, self._in_vain, self._config.trainer.max_restarts,
         )  # fmt: skip
         # A full disk may be what ended the part; it must not end the run too.
         with contextlib.suppress(OSError), self._files.restarts.open("a", encoding="utf-8") as file:

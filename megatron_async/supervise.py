@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +27,13 @@ from types import FrameType
 import psutil
 
 from megatron_async.errors import ERROR_FILE, UserError
+from megatron_async.heart import BEATS_VARIABLE
 
 STOP_GRACE_S = 3.5
 """Seconds between SIGTERM and SIGKILL: engines are stopped afterwards, and a Ctrl-C may take ten seconds in all."""
+
+KILL_S = 10.0
+"""Seconds within which a process that gets SIGKILL is gone."""
 
 PART_VARIABLE = "MEGATRON_ASYNC_PART"
 """Inherited by everything a part starts: finds its processes when their parent is gone (torchrun gives each rank a
@@ -102,14 +107,21 @@ class Part:
         self.mark = f"{os.getpid()}.{uuid.uuid4().hex}"
         """In the environment of all its processes."""
         inherited = os.environ if inherited is None else inherited
-        self._said = log_path.with_suffix(".error")
-        ours = {PART_VARIABLE: self.mark, ERROR_FILE: str(self._said.resolve())}
+        self._said, self._beats = log_path.with_suffix(".error"), log_path.with_suffix(".beats")
+        ours = {
+            PART_VARIABLE: self.mark,
+            ERROR_FILE: str(self._said.resolve()),
+            BEATS_VARIABLE: str(self._beats.resolve()),
+        }
         self._environment = {**inherited, **(environment or {}), **ours}
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed_for = ""
 
     def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._said.unlink(missing_ok=True)  # of an earlier start
+        shutil.rmtree(self._beats, ignore_errors=True)
+        self._killed_for = ""
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.argv,
@@ -134,12 +146,49 @@ class Part:
         torchrun no exit code tells."""
         return self._said.read_text(encoding="utf-8") if self._said.exists() else ""
 
+    def ending(self) -> str:
+        """How it ended, in words."""
+        return f"was ended: {self._killed_for}" if self._killed_for else describe_exit(self.poll())
+
     def failure(self) -> PartFailed:
         said = f": {message}\n" if (message := self.user_error()) else "; "
         return PartFailed(
-            f"{self.name} {describe_exit(self.poll())}{said}its log is {self.log_path}, which ends:\n"
-            f"{log_tail(self.log_path)}"
+            f"{self.name} {self.ending()}{said}its log is {self.log_path}, which ends:\n{log_tail(self.log_path)}"
         )
+
+    def kill(self, why: str) -> None:
+        """End all its processes at once. why: what is said of it, until it is started again.
+
+        Raises PartFailed when it is not dead after `KILL_S` seconds.
+        """
+        assert self._process is not None, "it was started"
+        self._killed_for = why
+        processes = self.descendants()
+        _kill_all([self])
+        try:
+            self._process.wait(KILL_S)
+            psutil.wait_procs(processes, timeout=KILL_S)
+        except subprocess.TimeoutExpired:
+            raise PartFailed(
+                f"{self.name} stands still ({why}), and its process {self.pid} cannot be killed: its disk or device "
+                f"does not answer the kernel; its log is {self.log_path}"
+            ) from None
+
+    def beats(self) -> dict[int, int]:
+        """When each of its processes last gave a sign of life, by process id: nanoseconds of its own clock, to be
+        compared with nothing but themselves."""
+        try:
+            return {int(file.name): file.stat().st_mtime_ns for file in self._beats.iterdir()}
+        except OSError:
+            return {}  # none gave any yet
+
+    def owns(self, pid: int) -> bool:
+        """Whether a process of this id is alive and its own."""
+        try:
+            process = psutil.Process(pid)
+            return process.status() != psutil.STATUS_ZOMBIE and _mark_of(process) == self.mark
+        except psutil.NoSuchProcess:
+            return False
 
     def descendants(self) -> list[psutil.Process]:
         """The process itself and everything it started, directly or not, that is alive."""

@@ -167,6 +167,7 @@ _NOT_NEGATIVE = (
     "snapshots.keyframe_every", "snapshots.compression_level",
     "evaluation.every", "evaluation.temperature", "objective.kl_coefficient",
     "objective.entropy_coefficient", "warm_start.context_weight", "cluster.devices_per_node",
+    "trainer.health_deadline_s", "trainer.stage_deadline_s",
     "cluster.device_memory_gib", "cluster.host_memory_gib", "cluster.engine_nodes", "checkpoint.every",
 )  # fmt: skip
 

@@ -49,14 +49,26 @@ class TrainerConfig:
     """Machines over which the trainer's ranks are spread."""
     nproc_per_node: int | None = None
     """Trainer ranks on each machine. null: world_size / nodes."""
-    deadline_s: float = 600.0
-    """Longest wait, in seconds, for a batch from the bank. When it passes the run ends and says what was missing."""
+    deadline_s: float = 1800.0
+    """Longest silence of the rollouts, in seconds, while the trainer waits for a batch: no attempt began or ended, no
+    token was written down. Then the run ends and says what was missing; also after twice the time that one trajectory
+    may take with all its attempts, however much goes on. Must exceed what an episode may be silent for (twice
+    `rollout.turn_deadline_s`, for a call of the environment and its `close`). Other parts get as long to answer."""
     stop_deadline_s: float = 300.0
     """Longest wait, in seconds, for the trainer to end its step and write a checkpoint after Ctrl-C or SIGTERM. Then,
     or at a second Ctrl-C, it is killed, and a resume trains that step again. Must exceed a step to be of use."""
     max_restarts: int = 3
     """How often in a row trainer or rollout are started again after they ended by themselves, without a further step
     being trained. The trainer goes on from its newest checkpoint. 0 ends the run at once; `launch --resume` goes on."""
+    health_deadline_s: float = 600.0
+    """Longest silence, in seconds, of a process of trainer, rollout, critic or dedicated model before it is taken for
+    frozen, killed, and treated as one that ended by itself (`max_restarts`). A thread of each gives a sign of life
+    every second, whatever the others compute: only a process that was stopped, or one held inside a single call of
+    the interpreter, is silent. 0 waits for ever; use it with a debugger."""
+    stage_deadline_s: float = 14400.0
+    """Longest time, in seconds, in which nothing may move in the status of trainer, critic or dedicated model while it
+    waits for nothing: one stage of a step, a checkpoint, the start. Then it is killed, and treated as above. Must
+    exceed the longest stage, compilations of the first step included; 0 sets no limit."""
     routing_replay: Literal["off", "rollout", "trainer"] = "off"
     """rollout: the trainer's routers choose the experts that the engines' chose for the same token (R3), in scoring and
     training; needs `engines.routed_experts`. It removes the part of the engines' difference in log-probs that comes
@@ -199,10 +211,11 @@ class RolloutConfig:
     thinking of Qwen3 off. An endpoint that is evaluated gets them as `chat_template_kwargs`."""
     turn_deadline_s: float = 300.0
     """Longest wait for one turn of the policy or one step of the environment. Then the trajectory fails, and is not
-    counted as reward 0."""
+    counted as reward 0. An environment that blocks the event loop for so long, whose calls no deadline can end, ends
+    the rollout process, which names it and is started again (`trainer.max_restarts`)."""
     trajectory_deadline_s: float = 1800.0
-    """Longest life of a trajectory. Then it fails and its place is given to another. One that goes on after a restart
-    of the rollout gets it anew."""
+    """Longest life of one attempt of a trajectory. Then it fails, and is played again (`max_retries`). One that goes on
+    after a restart of the rollout gets it anew."""
     max_retries: int = 3
     """How often a request to an engine that failed is repeated before the trajectory counts as failed, and how often a
     trajectory that failed is played again (see `partial_groups`)."""
