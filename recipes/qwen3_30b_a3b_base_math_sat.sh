@@ -30,7 +30,6 @@ layout=(
 trainer=(
   --set trainer.micro_batch_tokens=32768      # one whole response
   --set trainer.recompute=true
-  --set trainer.deadline_s=14400
 )
 engines=(
   --set "engines.count=$((ENGINE_NODES * 2))"

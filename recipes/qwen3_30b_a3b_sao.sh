@@ -28,7 +28,6 @@ layout=(
 trainer=(
   --set trainer.micro_batch_tokens=32768      # one whole trajectory
   --set trainer.recompute=true
-  --set trainer.deadline_s=7200
 )
 engines=(
   --set "engines.count=$((ENGINE_NODES * 2))"

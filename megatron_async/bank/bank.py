@@ -409,6 +409,10 @@ class Bank:
 
     # ------------------------------------------------------------------ transactions
 
+    def signs_of_life(self) -> tuple[int, ...]:
+        """Changes whenever a rollout begins or ends an attempt, or writes down what running ones hold by now."""
+        return self._read(collecting.signs_of_life)
+
     def _write(self, work: Callable[[Connection], T]) -> T:
         return self._transact(self._writer, work, RECONNECT_S)
 

@@ -125,6 +125,14 @@ def in_play(conn: Connection) -> int:
     return int(conn.execute(query).scalar_one())
 
 
+def signs_of_life(conn: Connection) -> tuple[int, ...]:
+    """See `Bank.signs_of_life`."""
+    counts = select(state_counts.c.n).order_by(state_counts.c.state)
+    held = select(func.coalesce(func.sum(trajectories.c.tokens), 0))
+    held = held.where(trajectories.c.state == State.RUNNING.value)
+    return *map(int, conn.execute(counts).scalars()), int(conn.execute(held).scalar_one())
+
+
 def states_of(conn: Connection, trajectory_ids: Sequence[str]) -> dict[str, State]:
     """See `Bank.states_of`."""
     query = select(trajectories.c.trajectory_id, trajectories.c.state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 
+from megatron_async.config.deadlines import deadline_problems
 from megatron_async.config.engine_checks import engine_problems
 from megatron_async.config.errors import ConfigError
 from megatron_async.config.hf import ModelShape, checkpoint_problems, read_shape
@@ -302,7 +303,7 @@ def check(config: RunConfig, *, starts_engines: bool = False, needs_weights: boo
     """
     wrong_layout = layout_problems(config.layout)
     problems = _check_ranges(config) + wrong_layout + _check_processes(config) + _check_batch(config)
-    problems += engine_problems(config) + _check_rollout(config)
+    problems += engine_problems(config) + _check_rollout(config) + deadline_problems(config)
     problems += objective_problems(config) + advantage_problems(config)
     if needs_weights:
         problems += [f"model.path: {problem}" for problem in checkpoint_problems(config.model.path)]

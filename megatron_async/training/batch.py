@@ -19,6 +19,7 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
 from megatron_async.old_logits import AnchorLogprobs
+from megatron_async.training.batch_wait import BatchWait
 from megatron_async.training.control import Control
 from megatron_async.training.lineage import Lineage
 from megatron_async.training.stopping import StopAsked
@@ -26,7 +27,9 @@ from megatron_async.trajectory import Trajectory
 
 IdleWork = Callable[[list[Trajectory]], None]
 
-_BATCH, _MEANWHILE, _LATE, _STOP = b"B", b"M", b"L", b"S"
+_BATCH, _MEANWHILE, _LATE, _STOP, _STILL = b"B", b"M", b"L", b"S", b"W"
+_SPEAK_S = 30.0
+"""Rank 0 speaks at least this often while it waits: the others wait for it no longer than `Control` says."""
 
 
 class BatchDeadline(UserError):
@@ -100,14 +103,16 @@ class BatchFeed:
 
         idle: called on every rank while the batch is incomplete, with finished trajectories that it was not called
         with before, about one micro-batch of them per rank.
-        Raises BatchDeadline after `trainer.deadline_s` seconds, naming what was there and what was missing, and
-        StopAsked, with nothing taken, once a stop is asked for.
+        Raises BatchDeadline once `BatchWait` is over, naming what was there and what was missing, and StopAsked, with
+        nothing taken, once a stop is asked for.
         """
-        started = time.monotonic()
+        waited = BatchWait(self._config, self._bank.signs_of_life) if self._bank is not None else None
         while True:
             message = self._control.from_rank_zero(
-                lambda: self._next(step, least_updates, started, idle is not None)
+                lambda: self._next(step, least_updates, waited, idle is not None)
             )
+            if message == _STILL:
+                continue
             if message == _LATE:
                 self._catch_up()
                 continue
@@ -118,10 +123,10 @@ class BatchFeed:
                 return trajectories
             idle(trajectories)
 
-    def _next(self, step: int, least_updates: int, started: float, has_idle_work: bool) -> bytes:
+    def _next(self, step: int, least_updates: int, waited: BatchWait | None, has_idle_work: bool) -> bytes:
         """The batch, or what can be worked on meanwhile."""
-        assert self._bank is not None, "rank 0 owns the bank"
-        config = self._config
+        assert self._bank is not None and waited is not None, "rank 0 owns the bank"
+        config, started = self._config, time.monotonic()
         overtaking = config.rollout.window if config.rollout.admission == "window" else None
         while True:
             if by := self._stop():
@@ -134,14 +139,15 @@ class BatchFeed:
                 if self._offered:  # what was taken, or went stale, or was filtered, need not be remembered
                     self._offered &= self._bank.waiting_ids()
                 return _BATCH + join_messages([trajectory.to_bytes() for trajectory in batch])
-            waited = time.monotonic() - started
-            if waited > config.trainer.deadline_s:
-                raise BatchDeadline(self._deadline_message(step, waited))
+            if why := waited.over():
+                raise BatchDeadline(self._deadline_message(step, why))
             self._on_wait(self._progress(step))
             if self._anyone_late is not None and self._anyone_late():
                 return _LATE
             if has_idle_work and (offered := self._offer(least_updates)):
                 return _MEANWHILE + join_messages([trajectory.to_bytes() for trajectory in offered])
+            if time.monotonic() - started > _SPEAK_S:
+                return _STILL
             time.sleep(config.rollout.poll_s / 2)
 
     def _progress(self, step: int) -> str:
@@ -163,14 +169,12 @@ class BatchFeed:
         self._offered |= {trajectory.trajectory_id for trajectory in offered}
         return offered
 
-    def _deadline_message(self, step: int, waited: float) -> str:
+    def _deadline_message(self, step: int, why: str) -> str:
         assert self._bank is not None
-        config = self._config
         return (
-            f"step {step}: no batch after {waited:.0f} s (trainer.deadline_s={config.trainer.deadline_s:g}): "
-            f"{self._progress(step)} of {config.batch.group_size} are complete; trajectories by state: "
-            f"{self._bank.counts()}. Look at what "
-            "the rollout waits for (status/rollout.json, logs/rollout.log), or raise trainer.deadline_s."
+            f"step {step}: no batch: {why}. {self._progress(step)} of {self._config.batch.group_size} are complete; "
+            f"trajectories by state: {self._bank.counts()}. Look at what the rollout waits for (status/rollout.json, "
+            "logs/rollout.log), or raise that deadline."
         )
 
 

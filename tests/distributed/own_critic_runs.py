@@ -76,7 +76,7 @@ def make_job(
         model,
         steps,
         layout=layout,
-        trainer={"micro_batch_tokens": 64, "deadline_s": 600},  # processes of a loaded machine start at different times
+        trainer={"micro_batch_tokens": 64, "deadline_s": 700},  # processes of a loaded machine start at different times
         advantage={"name": "gae", "drop_zero_variance_groups": False},
         critic=critic,
     )

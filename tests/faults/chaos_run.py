@@ -311,7 +311,7 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
         "run_dir": str(folder),
         "steps": 8,
         "model": {"path": str(model), "dtype": "float32"},
-        "trainer": {"deadline_s": 120, "max_restarts": 1000, "micro_batch_tokens": 2048},
+        "trainer": {"deadline_s": 130, "max_restarts": 1000, "micro_batch_tokens": 2048},
         "optimizer": {"lr": 1e-4},
         "environment": {"name": marked_desk.NAME},
         "batch": {"groups": 2, "group_size": 2},

@@ -77,7 +77,7 @@ def test_a_killed_engine_comes_back_with_the_published_version(
         engines={"count": 2, "router": router, "mem_fraction_static": 0.1, "max_total_tokens": 32768,
                  "start_deadline_s": 900},
         environment={"name": "tests.live.held_tasks:build", "options": {"file": str(go), "free": 3 * FREE_STEPS}},
-        trainer={"deadline_s": 600},
+        trainer={"deadline_s": 620},
     )  # fmt: skip
     run = tmp_path / "runs" / "job"
     job = start(config)

@@ -46,7 +46,7 @@ def start(config: Path, number: int, output: Path) -> subprocess.Popen[bytes]:
 def start_all(folder: Path, checkpoint: Path, **changes: object) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
     cluster = {"engine_nodes": 1, "rendezvous_port": free_port(), "join_deadline_s": 120}
     config = write_config(
-        folder, checkpoint, **{"trainer": {"deadline_s": 120, "nodes": 2}, "cluster": cluster, **changes}
+        folder, checkpoint, **{"trainer": {"deadline_s": 620, "nodes": 2}, "cluster": cluster, **changes}
     )
     outputs = [folder / f"machine_{number}.log" for number in range(3)]
     # The others first: they wait for the one that leads.

@@ -38,7 +38,7 @@ def write_config(folder: Path, checkpoint: Path, **changes: object) -> Path:
         "steps": STEPS,
         "model": {"path": str(checkpoint), "dtype": "float32"},
         "layout": {"world_size": 2, "expert_model_parallel_size": 2},
-        "trainer": {"deadline_s": 120},
+        "trainer": {"deadline_s": 620},
         "optimizer": {"lr": 1e-3},
         "batch": {"groups": 3, "group_size": 4},
         "objective": {"mask_low": 0.5, "mask_high": 2.0},

@@ -41,7 +41,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     model, run = tmp_path / "tiny", tmp_path / "runs" / "job"
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", model, "--seed", "0"], check=True)
     objective = {"anchor": "snapshot", "mask_low": 0.5, "mask_high": 2.0}
-    config = write_config(tmp_path, model, steps=STEPS, objective=objective, trainer={"deadline_s": 200})
+    config = write_config(tmp_path, model, steps=STEPS, objective=objective, trainer={"deadline_s": 620})
     config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "checkpoint": {"every": 2}}))
     kill_after(config, run, 5)
     with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:

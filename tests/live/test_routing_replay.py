@@ -21,7 +21,7 @@ from tools.benchmark_rows import ROOT
 def test_replay_on_a_live_run(tmp_path: Path) -> None:
     model, run = tmp_path / "tiny", tmp_path / "runs" / "job"
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", model, "--seed", "0"], check=True)
-    config = write_config(tmp_path, model, steps=2, trainer={"deadline_s": 120, "routing_replay": "rollout"})
+    config = write_config(tmp_path, model, steps=2, trainer={"deadline_s": 620, "routing_replay": "rollout"})
     changed = yaml.safe_load(config.read_text())
     changed["model"]["dtype"] = "bfloat16"
     changed["engines"]["routed_experts"] = True
