@@ -8,6 +8,7 @@ signs of life (`Bank.signs_of_life`): it need only be more patient than one epis
 from __future__ import annotations
 
 from megatron_async.config.schema import RolloutConfig, RunConfig
+from megatron_async.heart import BEAT_S
 
 
 def member_s(rollout: RolloutConfig) -> float:
@@ -23,7 +24,21 @@ def longest_batch_wait_s(rollout: RolloutConfig) -> float:
 
 
 def deadline_problems(config: RunConfig) -> list[str]:
-    """Why the trainer would give up a rollout that works; empty where it would not."""
+    """Why parts that work would be given up; empty where they would not."""
+    return _patience_problems(config) + _health_problems(config)
+
+
+def _health_problems(config: RunConfig) -> list[str]:
+    limit_s, least_s = config.trainer.health_deadline_s, 10 * BEAT_S
+    if not 0 < limit_s < least_s:
+        return []
+    return [
+        f"trainer.health_deadline_s: {limit_s:g} s is too short for processes that give a sign of life every "
+        f"{BEAT_S:g} s; set it to at least {least_s:g}, or to 0 for no limit"
+    ]
+
+
+def _patience_problems(config: RunConfig) -> list[str]:
     rollout, turn = config.rollout, config.rollout.turn_deadline_s
     if rollout.flush_s > 0:
         silence, sum_of = 2 * turn + rollout.flush_s, f"turn_deadline_s {turn:g} + {turn:g} (a call of the environment "

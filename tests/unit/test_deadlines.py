@@ -114,6 +114,12 @@ def test_the_command_line_refuses_it(tmp_path: Path) -> None:
         check(load(write_config(tmp_path, trainer={"deadline_s": 60.0})))
 
 
+@pytest.mark.parametrize(("limit_s", "refused"), [(0.0, False), (5.0, True), (10.0, False)])
+def test_a_limit_that_a_busy_process_would_miss_is_refused(limit_s: float, refused: bool) -> None:
+    problems = deadline_problems(replace(DEFAULTS, trainer=TrainerConfig(health_deadline_s=limit_s)))
+    assert ["trainer.health_deadline_s: 5 s is too short" in problem for problem in problems] == [True] * refused
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_shipped_configurations_have_deadlines_that_fit(file: Path, tmp_path: Path) -> None:
     """As they are, without the script of their recipe."""
