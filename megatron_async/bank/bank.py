@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -36,6 +36,7 @@ from megatron_async.bank import (
     states,
 )
 from megatron_async.bank.batches import Step
+from megatron_async.bank.claims import Claims
 from megatron_async.bank.errors import BankAway, BankOpenError
 from megatron_async.bank.filtering import Filtered
 from megatron_async.bank.groups import OpenGroup
@@ -84,7 +85,7 @@ class Bank:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._writer = dialects.writing(engine)
-        self._claims: dict[str, dialects.Claim] = {}
+        self._claims = Claims(engine, self.get_state, self.set_state)
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -124,8 +125,7 @@ class Bank:
         copying.copy(self._engine, file)
 
     def close(self) -> None:
-        for name in list(self._claims):
-            self.release(name)
+        self._claims.release_all()
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -204,9 +204,10 @@ class Bank:
         """States of the named trajectories; one that is not there is left out."""
         return self._read(lambda conn: collecting.states_of(conn, trajectory_ids))
 
-    def list_running(self) -> list[Trajectory]:
-        """Running trajectories as last written down, oldest first; after a kill these are the partial ones."""
-        found = self._read(collecting.running)
+    def list_running(self, group_ids: Collection[str] | None = None) -> list[Trajectory]:
+        """Running trajectories (of the named groups only) as last written down, oldest first; after a kill these are
+        the partial ones."""
+        found = self._read(lambda conn: collecting.running(conn, group_ids))
         return [Trajectory.from_bytes(data) for data in found]
 
     def abandon_running(self, reason: str, trajectory_ids: Sequence[str] | None = None) -> int:
@@ -219,6 +220,11 @@ class Bank:
     def open_groups(self) -> list[OpenGroup]:
         """Groups that are not done, in the order they were started: those with too few members are completed first."""
         return self._read(groups.unfinished)
+
+    def unfinished_groups(self, group_size: int | None = None) -> list[str]:
+        """Names of the groups that are not done, or that have running members; without those that are complete with so
+        many members and only wait to be trained. Reads no other group's row."""
+        return self._read(lambda conn: groups.names_unfinished(conn, group_size))
 
     def close_group(
         self, group_id: str, *, keep: bool, reason: str = "group given up", fewest: int = 1
@@ -375,6 +381,15 @@ class Bank:
         """Write to the small key-value table shared by all processes (such as the phase of the run)."""
         self._write(lambda conn: ledger.write_key(conn, key, value))
 
+    def set_states(self, values: Mapping[str, str]) -> None:
+        """`set_state` for several keys in one transaction."""
+
+        def work(conn: Connection) -> None:
+            for key, value in sorted(values.items()):  # one order of locks for everybody
+                ledger.write_key(conn, key, value)
+
+        self._write(work)
+
     def get_state(self, key: str) -> str | None:
         return self._read(lambda conn: ledger.read_key(conn, key))
 
@@ -383,24 +398,28 @@ class Bank:
         return self._read(lambda conn: ledger.read_keys(conn, keys))
 
     def claim(self, name: str) -> bool:
-        """Hold a name for this process; False while another one does. Ask again to see whether it is still held.
+        """Hold a name for this process; False while another one does.
 
         It is given back by `release`, by `close`, and by the end of the process, however that comes. A PostgreSQL
-        server that restarts forgets it: asked again, it is taken again, unless another process was faster.
+        server that restarts forgets it, see `keeps`.
         """
-        held = self._claims.get(name)
-        if held is not None and held.held():
-            return True
-        self.release(name)
-        taken = dialects.try_claim(self._engine, name)
-        if taken is not None:
-            self._claims[name] = taken
-        return taken is not None
+        return self._claims.claim(name)
+
+    def keeps(self, name: str) -> bool:
+        """Whether this process has held a name ever since it claimed it, as far as anybody else could tell.
+
+        What a cut connection lost is taken again, unless another process claimed it meanwhile, even if for a moment.
+        True also while the server is away: ask again.
+        """
+        return self._claims.keeps(name)
+
+    def is_free(self, name: str) -> bool:
+        """Whether no process, this one included, holds a name."""
+        return self._claims.is_free(name)
 
     def release(self, name: str) -> None:
         """Give a claimed name back; nothing happens where it is not held."""
-        if (held := self._claims.pop(name, None)) is not None:
-            held.release()
+        self._claims.release(name)
 
     def counts(self) -> dict[str, int]:
         """Trajectories per state, every state named."""

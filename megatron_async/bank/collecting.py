@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 
-from megatron_async.bank import groups, ledger, texts
+from megatron_async.bank import groups, ledger, tables, texts
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.states import State, count, move
 from megatron_async.bank.tables import payloads, state_counts, trajectories
+from megatron_async.bank.texts import IDS_AT_ONCE, chunks
 from megatron_async.trajectory import Status, Trajectory
-
-_IDS_AT_ONCE = 512  # keeps the number of parameters of one statement below every database's limit
 
 
 def start(conn: Connection, trajectory: Trajectory) -> None:
@@ -111,11 +110,17 @@ def finish(conn: Connection, trajectory: Trajectory, updates: Mapping[int, int])
     return new
 
 
-def running(conn: Connection) -> list[bytes]:
-    """Payloads of the running trajectories as they were last written down, oldest first."""
-    query = select(payloads.c.data).join(trajectories, trajectories.c.position == payloads.c.position)
-    query = query.where(trajectories.c.state == State.RUNNING.value).order_by(trajectories.c.position)
-    return list(conn.execute(query).scalars())
+def running(conn: Connection, group_ids: Collection[str] | None) -> list[bytes]:
+    """See `Bank.list_running`: payloads."""
+    query = select(trajectories.c.position, payloads.c.data).where(trajectories.c.state == State.RUNNING.value)
+    query = query.join(payloads, trajectories.c.position == payloads.c.position).order_by(trajectories.c.position)
+    if group_ids is None:
+        return [data for _, data in conn.execute(query)]
+    query = query.join(tables.groups, tables.groups.c.position == trajectories.c.group_position)
+    found: list[tuple[int, bytes]] = []
+    for names in chunks(group_ids, IDS_AT_ONCE):
+        found += [(at, data) for at, data in conn.execute(query.where(tables.groups.c.group_id.in_(names)))]
+    return [data for _, data in sorted(found)]
 
 
 def in_play(conn: Connection) -> int:
@@ -137,8 +142,8 @@ def states_of(conn: Connection, trajectory_ids: Sequence[str]) -> dict[str, Stat
     """See `Bank.states_of`."""
     query = select(trajectories.c.trajectory_id, trajectories.c.state)
     found: dict[str, State] = {}
-    for begin in range(0, len(trajectory_ids), _IDS_AT_ONCE):
-        named = trajectories.c.trajectory_id.in_(trajectory_ids[begin : begin + _IDS_AT_ONCE])
+    for names in chunks(trajectory_ids, IDS_AT_ONCE):
+        named = trajectories.c.trajectory_id.in_(names)
         found.update({row.trajectory_id: State(row.state) for row in conn.execute(query.where(named))})
     return found
 

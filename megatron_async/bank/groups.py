@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, func, literal, select, update
 
 from megatron_async.bank import dialects, texts
 from megatron_async.bank.errors import BankError
@@ -173,6 +173,19 @@ def unfinished(conn: Connection) -> list[OpenGroup]:
         )
         for row in rows
     ]
+
+
+def names_unfinished(conn: Connection, group_size: int | None) -> list[str]:
+    """See `Bank.unfinished_groups`."""
+    wanting = select(groups.c.group_id).where(groups.c.done.is_(False))
+    if group_size is not None:
+        wanting = wanting.where(groups.c.queue < group_size)  # one that is closed and complete stands above every size
+    # A literal, which lets the planner see that the index of the running ones is enough.
+    is_running = trajectories.c.state == literal(State.RUNNING.value, literal_execute=True)
+    playing = select(trajectories.c.group_position).where(is_running)
+    found = set(conn.execute(wanting).scalars())
+    found.update(conn.execute(select(groups.c.group_id).where(groups.c.position.in_(playing))).scalars())
+    return sorted(found)
 
 
 def _locked(conn: Connection, condition: Any) -> Row[Any] | None:

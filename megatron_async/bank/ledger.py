@@ -15,6 +15,7 @@ from sqlalchemy import Connection, func, select
 from megatron_async.bank import dialects
 from megatron_async.bank.errors import BankError
 from megatron_async.bank.tables import cursors, key_values, versions
+from megatron_async.bank.texts import IDS_AT_ONCE, chunks
 
 _CURRENT = "bank/current_version"
 _DISCARDED = "bank/discarded_through"
@@ -102,8 +103,11 @@ def read_key(conn: Connection, key: str) -> str | None:
 
 
 def read_keys(conn: Connection, keys: Sequence[str]) -> dict[str, str]:
-    found = conn.execute(select(key_values).where(key_values.c.key.in_(keys)))
-    return {row.key: row.value for row in found}
+    found: dict[str, str] = {}
+    for names in chunks(keys, IDS_AT_ONCE):
+        rows = conn.execute(select(key_values).where(key_values.c.key.in_(names)))
+        found.update({row.key: row.value for row in rows})
+    return found
 
 
 def write_cursor(conn: Connection, name: str, value: int) -> None:

@@ -25,6 +25,9 @@ OLDEST = "rollout/oldest/{}"
 """Where admission counts from, in updates, for the groups that the rollout process of a number plays; empty while there
 is none."""
 
+OWNER = "rollout/owner/{}"
+"""Number of the rollout process that plays the group of a name, once it is not the one in the name."""
+
 DRAIN = "engines/drain"
 """Names (`roster.Engine.name`) of the engines that the trainer wants to fall idle, separated by blanks."""
 

@@ -6,6 +6,8 @@ PostgreSQL takes no NUL and nothing longer than a column, SQLite takes both: wha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import String, Text
@@ -13,6 +15,8 @@ from sqlalchemy.types import TypeDecorator
 
 LONGEST_ID = 255
 """Characters of an id."""
+IDS_AT_ONCE = 512
+"""In one statement: keeps the number of its parameters below every database's limit."""
 LONGEST_REASON = 4_000
 """Characters of a reason; what is longer ends in an ellipsis."""
 
@@ -20,6 +24,13 @@ LONGEST_REASON = 4_000
 def cleaned(text: str) -> str:
     """The text without NUL and lone surrogates, which no database stores as UTF-8."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def chunks(names: Iterable[str], most: int) -> Iterator[list[str]]:
+    """The names in their order, at most so many at a time."""
+    rest = iter(names)
+    while chunk := list(islice(rest, most)):
+        yield chunk
 
 
 def shortened_id(text: str) -> str:

@@ -75,7 +75,8 @@ class BatchFeed:
 
     bank: on rank 0 only. on_wait: called while waiting with what is waited for (status display). anyone_late: on rank
     0, asked while waiting whether an engine needs weights; catch_up: then called on every rank. stop: on rank 0, asked
-    who wants the training to end here, if anybody does.
+    who wants the training to end here, if anybody does. keep_claim: on rank 0, called before a batch is taken; raises
+    where another trainer may take it.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class BatchFeed:
         anyone_late: Callable[[], bool] | None = None,
         catch_up: Callable[[], None] = lambda: None,
         stop: Callable[[], str] = lambda: "",
+        keep_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._control = control
@@ -95,6 +97,7 @@ class BatchFeed:
         self._anyone_late = anyone_late
         self._catch_up = catch_up
         self._stop = stop
+        self._keep_claim = keep_claim
         self._offered: set[str] = set()
 
     def take(self, step: int, least_updates: int, idle: IdleWork | None = None) -> list[Trajectory]:
@@ -131,6 +134,7 @@ class BatchFeed:
         while True:
             if by := self._stop():
                 return _STOP + by.encode()
+            self._keep_claim()
             cut = config.batch
             batch = self._bank.take_batch(
                 step, cut.groups, cut.group_size, least_updates, cut.max_filtered_groups, overtaking

@@ -19,7 +19,7 @@ from megatron_async.bank.requests import FINISHED, PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.engine.policy import Policy, TrainStepResult
-from megatron_async.errors import PartnerGone
+from megatron_async.errors import PartnerGone, UserError
 from megatron_async.objectives import Objective
 from megatron_async.observe import MetricsWriter, RunFiles, StatusWriter, Timeline
 from megatron_async.old_logits import AnchorLogprobs
@@ -37,6 +37,7 @@ from megatron_async.training.stopping import StopAsked, StopRequest
 logger = logging.getLogger(__name__)
 
 _CONTROL_MARGIN_S = 120.0
+_CLAIM = "trainer"
 _CLAIM_S, _CLAIM_PAUSE_S = 60.0, 0.5
 """How long an earlier trainer may take to end. That it was killed shows at once, on PostgreSQL within a minute if its
 host went too."""
@@ -64,7 +65,7 @@ class Session:
         anyone_late = self._engines.anyone_late if self._engines is not None else None
         self.stop = StopRequest(self.bank)
         self.feed = BatchFeed(
-            config, control, self.bank, self._waiting, anyone_late, self._catch_up, self.stop.by
+            config, control, self.bank, self._waiting, anyone_late, self._catch_up, self.stop.by, self._keep_claim
         )
         self.interruption = Interruption(config, control, self.bank, self._engines)
         self.scores = KeptScores(config, control, self.bank)
@@ -119,13 +120,23 @@ class Session:
         """Be the only trainer of the bank until the end: two would train the same steps into different weights."""
         assert self.bank is not None, "rank 0 owns the bank"
         limit = time.monotonic() + _CLAIM_S
-        while not self.bank.claim("trainer"):
+        while not self.bank.claim(_CLAIM):
             if time.monotonic() > limit:
                 raise PartnerGone(
                     f"another trainer is at work in the bank of {self.config.run_path} and has not ended within "
                     f"{_CLAIM_S:g} s: stop it, or wait until it has ended, and resume"
                 )
             time.sleep(_CLAIM_PAUSE_S)
+
+    def _keep_claim(self) -> None:
+        """Raises UserError when another trainer is at work: the claim of a connection that was cut was free for it."""
+        assert self.bank is not None, "rank 0 owns the bank"
+        if not self.bank.keeps(_CLAIM):
+            raise UserError(
+                f"another trainer took over the bank of {self.config.run_path} while this one's connection to it was "
+                "cut; this one ends, since two would train the same steps into different weights. Start one trainer "
+                "to a run; the run goes on with the other"
+            )
 
     def _rewind_bank(self) -> tuple[list[tuple[int, int | None, float]], int]:
         """The versions there are with parent and time, and the step before which batches are on record."""
@@ -145,12 +156,15 @@ class Session:
 
     def advance(self, step: int) -> None:
         """Give the updated weights the next version that was never used."""
-        parent, self.version = self.version, self.control.json_from_rank_zero(
-            lambda: self.bank.next_version() if self.bank else 0
-        )
+        parent, self.version = self.version, self.control.json_from_rank_zero(self._next_version)
         self.lineage.add(self.version, parent, made_at=time.time())
         if self.bank:
             self.bank.record_version(self.version, parent, step)
+
+    def _next_version(self) -> int:
+        assert self.bank is not None, "rank 0 owns the bank"
+        self._keep_claim()  # the step was long, and its update is about to be recorded
+        return self.bank.next_version()
 
     def save(self, step: int, parts: Mapping[str, Stateful]) -> None:
         """After a step: make a generation when one is due, complete one that was written, end the catching up."""
