@@ -157,7 +157,7 @@ _POSITIVE = (
     "engines.health_deadline_s", "engines.restart_window_s", "engines.quorum", "engines.max_in_flight",
     "publish.bucket_bytes",
     "publish.verify_every", "publish.every", "publish.deadline_s", "rollout.turn_deadline_s", "rollout.poll_s",
-    "rollout.trajectory_deadline_s", "evaluation.tasks", "evaluation.samples_per_task",
+    "rollout.trajectory_deadline_s", "rollout.takeover_s", "evaluation.tasks", "evaluation.samples_per_task",
     "warm_start.demonstrations", "optimizer.adam_eps", "snapshots.threads", "cluster.join_deadline_s",
     "cluster.rendezvous_port", "checkpoint.keep_last",
 )  # fmt: skip

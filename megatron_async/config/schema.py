@@ -229,6 +229,10 @@ class RolloutConfig:
     process: int = 0
     """Number of this rollout process, from 0 to 63, when several fill one bank (`bank.url`). One process per number:
     started again, it goes on with what it left. `launch` starts number 0; give further ones theirs with --set."""
+    takeover_s: float = 60.0
+    """Seconds for which the number of another rollout process may be without a process, although it left groups
+    unfinished, before this one goes on with them. Longer than a restart takes leaves them to their own number; until
+    then they hold room that nobody uses."""
     flush_s: float = 2.0
     """Seconds between two rounds that write the tokens of running trajectories into the bank. A kill of the rollout
     loses at most what came since the last one; environments that can be replayed go on from there. 0 writes down

@@ -8,7 +8,8 @@ Invariants
   or is given up and counted; its room is free again in any case. Nothing that happens to one group stops another.
 - A failed attempt is repeated under a budget, as a new trajectory; it is never a reward.
 - Several processes may roll out into one bank, each under a number of its own: they draw from one stream of prompts and
-  share the room that the bound leaves; each recovers what its number started, and nothing else.
+  share the room that the bound leaves; each recovers what its number started. What a number left that is not started
+  again is taken over by another process, as if its own number had been started again.
 - The prompt cursor and every group are in the bank before the first token is sampled: a restarted rollout completes
   the groups that were open and goes on with unused prompts. Episodes that were under way go on after what was written
   down of them, where their environment can be replayed and their tokens are not too old; others begin anew. Which of
@@ -37,9 +38,10 @@ from megatron_async.rollout.cut_episodes import CutEpisodes
 from megatron_async.rollout.engines import EngineVersions
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.group import Group
-from megatron_async.rollout.ledger import CURSOR, BankView, Ledger
+from megatron_async.rollout.ledger import CURSOR, BankView, Ledger, Left
 from megatron_async.rollout.loop_watchdog import blocked_groups
 from megatron_async.rollout.members import Members
+from megatron_async.rollout.numbers import Numbers
 from megatron_async.rollout.prompts import PromptStream, group_id
 from megatron_async.rollout.writing_down import PartialWriter, Streaming
 from megatron_async.trajectory import Trajectory
@@ -94,7 +96,8 @@ class RolloutController:
         self._clock = clock
         self._status = status
         self._timeline = timeline or Timeline(None, "rollout")
-        self._ledger = Ledger(bank, config.rollout.process)
+        numbers = Numbers(bank, config.rollout.process, config.batch.group_size, config.rollout.takeover_s, clock)
+        self._ledger = Ledger(bank, numbers)
         self._engines = EngineVersions(pool, self._ledger.lineage.updates)
         self._prompts = PromptStream(task_source, config.seed)
         self._admission = _admission(config)
@@ -156,10 +159,12 @@ class RolloutController:
         """
         left = [member for group in self._groups.values() for member in group.playing]
         self._groups.clear()
-        if left and (self._finished or self.config.rollout.flush_s == 0):
-            await self._ledger.abandon(left, self._stop_reason or "the rollout ended")
-        self._report("finished")
-        self._ledger.close()
+        try:
+            if not left or self._finished or self.config.rollout.flush_s == 0:
+                await self._ledger.leave_nothing(left, self._stop_reason or "the rollout ended")
+            self._report("finished")
+        finally:
+            self._ledger.close()
 
     # ------------------------------------------------------------------ admission
 
@@ -168,6 +173,9 @@ class RolloutController:
         while True:
             view = await self._look()
             self._members.raise_if_hopeless()
+            if (left := await self._ledger.take_over()) is not None:
+                await self._go_on(parts, left)
+                continue  # what it started is counted before anything new starts
             room = await self._room(view)
             for begin in range(0, room, _GROUPS_AT_ONCE):
                 if not await self._open_groups(parts, min(_GROUPS_AT_ONCE, room - begin)):
@@ -176,23 +184,26 @@ class RolloutController:
 
     async def _recover(self, parts: asyncio.TaskGroup) -> None:
         """Go on with the groups that an earlier rollout left open, once the engines have said their version."""
-        self._cursor, open_groups, partial = await self._ledger.recover()
+        self._cursor, left = await self._ledger.recover()
         while await self._engines.refresh((await self._look()).version) is None:
             self._waiting_for = f"the engines: {self._engines.problem}"
             await self._until_news()
+        await self._go_on(parts, left)
+
+    async def _go_on(self, parts: asyncio.TaskGroup, left: Left) -> None:
         line = self._ledger.lineage
         least = line.updates(self._version) - self.config.rollout.max_staleness
-        cut = CutEpisodes(partial, self._source, line.updates, least)
+        cut = CutEpisodes(left.running, self._source, line.updates, least)
         blocked = blocked_groups(self.config.run_path)
-        for left in open_groups:
-            missing = self.config.batch.group_size - left.waiting
-            if missing <= 0 or left.closed:
+        for group in left.groups:
+            missing = self.config.batch.group_size - group.waiting
+            if missing <= 0 or group.closed:
                 continue
-            if reason := self._why_not_again(left, least, blocked[left.group_id]):
-                logger.warning("group %s is given up: %s", left.group_id, reason)
-                await self._ledger.give_up(left.group_id, cut.claim(left.group_id, 0)[1], reason)
+            if reason := self._why_not_again(group, least, blocked[group.group_id]):
+                logger.warning("group %s is given up: %s", group.group_id, reason)
+                await self._ledger.give_up(group.group_id, cut.claim(group.group_id, 0)[1], reason)
             else:
-                await self._resume_group(parts, left, missing, cut)
+                await self._resume_group(parts, group, missing, cut)
         await self._ledger.abandon(cut.unclaimed(), "the rollout that played it ended")
 
     def _why_not_again(self, left: OpenGroup, least: int, blocked: int) -> str:
@@ -291,9 +302,14 @@ class RolloutController:
         if now.oldest_running is not None and now.oldest_running < now.sampling:
             held = f", the oldest of them {now.sampling - now.oldest_running} updates behind the engines"
         rollout = self.config.rollout
+        gone = "".join(
+            f"; rollout process {number} is gone, and what it left holds room: it is taken over unless it starts "
+            f"again (rollout.takeover_s={rollout.takeover_s:g})"
+            for number in view.gone
+        )
         return (
             f"the trainer: {view.waiting} trajectories wait and {now.running} run at version {view.version}{held} "
-            f"(rollout.admission={rollout.admission}, rollout.max_staleness={rollout.max_staleness})"
+            f"(rollout.admission={rollout.admission}, rollout.max_staleness={rollout.max_staleness}){gone}"
         )
 
     async def _until_news(self) -> None:

@@ -3,6 +3,8 @@
 Invariants
 - Calls reach the bank one after another in the order in which they were made; only the record of a finished
   trajectory may overtake others, to share a transaction with one before it.
+- A call that was made is carried out, also when who made it is cancelled: a trajectory that finished as the rollout was
+  stopped, or its group dropped, is recorded as finished before anything that is asked for later.
 - A look counts trajectories before it reads the version. If a step is committed in between, the step's trajectories
   are counted although its version is already the new one, which makes admission too strict for a moment, never too
   generous.
@@ -11,29 +13,28 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
-
-from sqlalchemy.exc import DBAPIError
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State, Version
-from megatron_async.bank.requests import FINISHED, OLDEST, PHASE, WRITE_DOWN, WRITTEN_DOWN
-from megatron_async.config.schema import MOST_ROLLOUTS
+from megatron_async.bank.requests import FINISHED, PHASE, WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.errors import UserError
-from megatron_async.rollout.prompts import process_of
+from megatron_async.rollout.numbers import Numbers
 from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CURSOR = "prompts/train"
 """Cursor of the stream of prompts, which all rollout processes of a bank draw from."""
 _CLAIM_PAUSE_S = 0.1
-_OLDEST_KEYS = [OLDEST.format(process) for process in range(MOST_ROLLOUTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class BankView:
     version: the current policy version. running: trajectories that some rollout plays. waiting: finished and not yet
     trained, those reserved by the step in progress included; reserved: those. trained, stale, filtered: totals.
     finished: the run is over. oldest: the least of what other rollout processes hold their groups to be from, in
-    updates, None where nobody plays. fresh: versions that were not known before.
+    updates, None where nobody plays. fresh: versions that were not known before. gone: numbers of other rollout
+    processes that left work behind and that nobody holds.
     """
 
     version: int
@@ -56,6 +58,7 @@ class BankView:
     finished: bool
     oldest: int | None = None
     fresh: tuple[Version, ...] = ()
+    gone: tuple[int, ...] = ()
 
     @property
     def taken(self) -> int:
@@ -66,6 +69,13 @@ class BankView:
     def settled(self) -> tuple[int, int, int]:
         """What changes when waiting trajectories get their final state."""
         return self.trained, self.stale, self.filtered
+
+
+class Left(NamedTuple):
+    """What a rollout process left, oldest first: groups that are not done, and trajectories as last written down."""
+
+    groups: list[OpenGroup]
+    running: list[Trajectory]
 
 
 @dataclass(slots=True)
@@ -79,22 +89,27 @@ class _Ending:
 class Ledger:
     """Asynchronous access to a `Bank` for one rollout process.
 
-    process: its number among those of the bank, which draw from one stream of prompts. Groups carry it in their names;
-    what other processes play is seen in the counts and never touched.
+    numbers: its own number and the others of the bank, which draw from one stream of prompts (default: number 0, which
+    takes nothing over). What other processes play is seen in the counts and not touched while they are there.
     """
 
-    def __init__(self, bank: Bank, process: int = 0) -> None:
+    def __init__(self, bank: Bank, numbers: Numbers | None = None) -> None:
         self._bank = bank
         self.lineage = Lineage()
         """Of the versions up to the last look."""
-        self._process = process
-        self._oldest = ""
+        self._numbers = numbers or Numbers(bank)
         self._endings: deque[_Ending] = deque()
         self._ahead: set[str] = set()  # recorded as ended with an earlier call, their own is still to come
+        self._unheard: list[Future[Any]] = []  # calls whose callers were cancelled
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bank")
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        call = self._thread.submit(work)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(call))
+        except asyncio.CancelledError:
+            self._unheard = [each for each in self._unheard if not each.done() or each.exception()] + [call]
+            raise
 
     async def claim(self, patience_s: float) -> None:
         """Be the only rollout process of this number, until `close`.
@@ -103,35 +118,26 @@ class Ledger:
         UserError when it does not.
         """
         deadline = time.monotonic() + patience_s
-        while not await self._call(lambda: self._bank.claim(self._claim_name)):
+        while not await self._call(self._numbers.claim):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"rollout.process {self._process}: a rollout process of this number is at work in this bank. Stop "
-                    "it, or give this one a number of its own (--set rollout.process=1); a number that ran before "
+                    f"rollout.process {self._numbers.own}: a rollout process of this number is at work in this bank. "
+                    "Stop it, or give this one a number of its own (--set rollout.process=1); a number that ran before "
                     "goes on with what it left"
                 )
             await asyncio.sleep(_CLAIM_PAUSE_S)
 
-    @property
-    def _claim_name(self) -> str:
-        return f"rollout-{self._process}"
-
     async def look(self, oldest: int | None = None) -> BankView:
         """What the bank says now; `lineage` then knows the version. oldest: updates behind what this process's groups
         are from at least, for others to know."""
-        view = await self._call(lambda: self._look("" if oldest is None else str(oldest)))
+        view = await self._call(lambda: self._look(oldest))
         for version in view.fresh:
             if version.parent is not None:
                 self.lineage.add(version.version, version.parent)
         return view
 
-    def _look(self, oldest: str) -> BankView:
-        if oldest != self._oldest:
-            self._bank.set_state(OLDEST.format(self._process), oldest)
-            self._oldest = oldest
-        self._check_claim()
-        told = self._bank.get_states(_OLDEST_KEYS)
-        told.pop(OLDEST.format(self._process), None)
+    def _look(self, oldest: int | None) -> BankView:
+        others = self._numbers.look(oldest)
         counts = self._bank.counts()
         version, known = self._bank.current_version(), self.lineage.newest
         return BankView(
@@ -143,30 +149,29 @@ class Ledger:
             stale=counts[State.STALE],
             filtered=counts[State.FILTERED],
             finished=self._bank.get_state(PHASE) == FINISHED,
-            oldest=min((int(value) for value in told.values() if value), default=None),
+            oldest=others,
             fresh=tuple(self._bank.versions(above=known)) if version > known else (),
+            gone=self._numbers.gone,
         )
 
-    def _check_claim(self) -> None:
-        try:
-            held = self._bank.claim(self._claim_name)
-        except DBAPIError:
-            return  # the server is away; the next look asks again
-        if not held:
-            raise UserError(
-                f"rollout.process {self._process}: while the database was away, another rollout process of this number "
-                "took over; this one ends"
-            )
+    async def recover(self) -> tuple[int, Left]:
+        """The prompt cursor, and what was left of the groups that this process's number plays."""
 
-    async def recover(self) -> tuple[int, list[OpenGroup], list[Trajectory]]:
-        """(prompt cursor, groups that are not done, what was left running), oldest first, of this process's number."""
-
-        def work() -> tuple[int, list[OpenGroup], list[Trajectory]]:
-            groups = [each for each in self._bank.open_groups() if process_of(each.group_id) == self._process]
-            partial = [each for each in self._bank.list_running() if process_of(each.group_id) == self._process]
-            return self._bank.load_cursor(CURSOR), groups, partial
+        def work() -> tuple[int, Left]:
+            mine = self._numbers.mine(self._bank.unfinished_groups())
+            return self._bank.load_cursor(CURSOR), self._left(mine)
 
         return await self._call(work)
+
+    def _left(self, names: Collection[str]) -> Left:
+        groups = [each for each in self._bank.open_groups() if each.group_id in names] if names else []
+        return Left(groups, self._bank.list_running(names))
+
+    async def take_over(self) -> Left | None:
+        """What numbers that are gone for good left, which is this process's now; None where there are none."""
+        if not self._numbers.overdue:
+            return None
+        return await self._call(lambda: self._left(self._numbers.take_over()))
 
     async def checkpoint(self, trajectories: Sequence[Trajectory]) -> None:
         """Write down the present tokens of running trajectories, in one transaction."""
@@ -184,9 +189,9 @@ class Ledger:
         """Record the groups of the next prompts as running; see `Bank.issue`. oldest: as for `look`, these included."""
 
         def work() -> Issued:
-            issued = self._bank.issue(trajectories, place, {OLDEST.format(self._process): str(oldest)})
+            issued = self._bank.issue(trajectories, place, self._numbers.told(str(oldest)))
             if issued.started:
-                self._oldest = str(oldest)
+                self._numbers.was_told(str(oldest))
             return issued
 
         return await self._call(work)
@@ -269,7 +274,18 @@ class Ledger:
         """Mark trajectories that were running as failed."""
         await self._call(lambda: self._bank.abandon_running(reason, list(trajectory_ids)))
 
+    async def leave_nothing(self, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Before `close`: mark what was running as failed; nobody will go on with this process's groups."""
+
+        def work() -> None:
+            self._bank.abandon_running(reason, list(trajectory_ids))
+            self._numbers.leave_nothing()
+
+        await self._call(work)
+
     def close(self) -> None:
-        """Wait for the calls already made, and give the process's number back; the bank itself stays open."""
+        """Carry out the calls already made, and give the process's number back; the bank itself stays open."""
         self._thread.shutdown(wait=True)
-        self._bank.release(self._claim_name)
+        for error in filter(None, (call.exception() for call in self._unheard)):
+            logger.error("a call to the bank that nobody waited for failed: %s: %s", type(error).__name__, error)
+        self._numbers.release()

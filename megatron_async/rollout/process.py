@@ -14,6 +14,7 @@ from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.engines import build_pool, serving_engines, with_engines
 from megatron_async.rollout.loop_watchdog import end_process, watched_loop
+from megatron_async.rollout.numbers import claim_name
 from megatron_async.roster import read_roster
 from megatron_async.task_checks import training_tasks
 
@@ -40,6 +41,8 @@ async def _roll_out(config: RunConfig, bank: Bank) -> None:
     source = training_tasks(config)
     part = f"rollout-{config.rollout.process}" if config.rollout.process else "rollout"
     status, timeline = StatusWriter(config.run_path, part), Timeline(config.run_path, part)
+    # Held while engines start: nobody is to take over what this number left. The controller waits where it is not free.
+    bank.claim(claim_name(config.rollout.process))
     urls = await serving_engines(config.run_path, config.engines.start_deadline_s)
     patience_s = config.rollout.turn_deadline_s
     blocked = watched_loop(patience_s, end_process(config.run_path, patience_s))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.bank import Bank, BankError, State
 from megatron_async.rollout.ledger import Ledger
-from megatron_async.trajectory import Trajectory
+from megatron_async.trajectory import Trajectory, VersionSpan
 from tests.bank_support import check_consistent, close_view, end, running
 
 
@@ -74,3 +74,48 @@ def test_one_that_the_bank_refuses_does_not_keep_the_others_out(bank: HeldBank) 
     assert isinstance(answers.pop(2), BankError)
     assert answers == [State.FINISHED] * 4
     assert bank.counts()[State.FINISHED] == 4
+
+
+def test_what_was_asked_for_is_done_also_when_who_asked_is_stopped(bank: HeldBank) -> None:
+    """A stop cancels members whose end waits for the disk, and the round that writes tokens down."""
+    members, grows = [running(f"t{i}", f"g{i}") for i in range(3)], running("grows", "g0")
+    bank.start_trajectories([*members, grows])
+    for each in members:
+        end(each)
+
+    async def scenario() -> dict[str, State]:
+        ledger = Ledger(bank)
+        calls = [asyncio.create_task(ledger.finish(members[0]))]
+        await asyncio.to_thread(bank.busy.wait, 30)
+        grows.append_action([9], [-0.5], [VersionSpan(0, 0, 1)])
+        calls += [asyncio.create_task(ledger.finish(each)) for each in members[1:]]
+        calls += [asyncio.create_task(ledger.checkpoint([grows.snapshot()]))]
+        await asyncio.sleep(0)  # they have all asked
+        for call in calls:
+            call.cancel()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in answers)
+        leaving = asyncio.create_task(ledger.leave_nothing([each.trajectory_id for each in members], "stopped"))
+        await asyncio.sleep(0)
+        bank.go_on.set()
+        await leaving
+        ledger.close()
+        return bank.states_of(["t0", "t1", "t2"])
+
+    assert set(asyncio.run(scenario()).values()) == {State.FINISHED}
+    assert [each.token_ids.tolist() for each in bank.list_running()] == [[1, 2, 3, 9]]
+
+
+def test_a_call_that_nobody_waits_for_does_not_fail_in_silence(
+    bank: HeldBank, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        ledger = Ledger(bank)
+        call = asyncio.create_task(ledger.checkpoint([running("never started", "g")]))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        ledger.close()
+
+    asyncio.run(scenario())
+    assert "that nobody waited for failed: BankError: trajectory 'never started' is unknown" in caplog.text

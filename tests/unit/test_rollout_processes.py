@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.bank import Bank, State
+from megatron_async.bank.requests import OLDEST
 from megatron_async.config.schema import BankConfig, RunConfig
 from megatron_async.errors import UserError
 from megatron_async.rollout import controller as controllers
@@ -170,6 +171,74 @@ def test_a_second_process_of_a_number_is_refused_and_changes_nothing(
 
     with Bank.open(sqlite_url) as bank:
         asyncio.run(scenario(bank))
+
+
+def test_what_a_number_left_that_is_never_started_again_is_gone_on_with(tmp_path: Path, url: str) -> None:
+    """All the room is its own, in groups of which one member has finished: these are trained, with others beside them.
+    The number may come back later: nothing of that is its own any more."""
+    made: set[str] = set()
+    free: list[bool] = []
+
+    def make(task: Task) -> ScriptedEnvironment:
+        first = task.task_id not in made
+        made.add(task.task_id)
+        return ScriptedEnvironment(at={} if free or first else {"step0": 60.0})
+
+    async def scenario(bank: Bank) -> None:
+        config = config_of(tmp_path, url, max_staleness=3, takeover_s=0.4)
+        async with ScriptedEngine(4) as engine:
+            fleet, trainer = Fleet(config, engine, ScriptedSource(make)), Trainer(config, bank, engine)
+            fleet.start(1)
+            await until(lambda: bank.counts()[State.FINISHED] == bank.counts()[State.RUNNING] == 8)
+            finished = {name for name, state in states(url).items() if state == "finished"}
+            await fleet.stop(1)
+            fleet.start(0)
+            free.append(True)
+            await trainer.train(5)
+            trained = [t for batch in trainer.batches for t in batch]
+            assert finished < {t.trajectory_id for t in trained} and bank.counts()[State.STALE] == 0
+            assert {t.task["index"] for t in trained[:16]} == set(range(8))
+            fleet.start(1)
+            await trainer.train(2)
+            assert not [run for run in fleet.runs.values() if run.done()]
+            await fleet.close()
+
+    with Bank.open(url) as bank:
+        asyncio.run(scenario(bank))
+
+
+def test_a_number_that_is_gone_is_named_while_it_holds_room(tmp_path: Path, sqlite_url: str) -> None:
+    async def scenario(bank: Bank) -> None:
+        config = config_of(tmp_path, sqlite_url, takeover_s=2000.0)
+        source = ScriptedSource(lambda task: ScriptedEnvironment(at={"step0": 60.0}))
+        async with ScriptedEngine(4) as engine:
+            fleet = Fleet(config, engine, source)
+            fleet.start(1)
+            await until(lambda: bank.counts()[State.RUNNING] == 8)
+            await fleet.stop(1)
+            fleet.start(0)
+            await until(lambda: 0 in fleet.controllers and "process 1 is gone" in fleet.controllers[0]._waiting_for)
+            await fleet.close()
+
+    with Bank.open(sqlite_url) as bank:
+        asyncio.run(scenario(bank))
+
+
+def test_a_process_that_leaves_nothing_to_go_on_with_holds_nobody_back(tmp_path: Path, sqlite_url: str) -> None:
+    async def scenario(bank: Bank) -> None:
+        config = config_of(tmp_path, sqlite_url, flush_s=0.0)
+        source = ScriptedSource(lambda task: ScriptedEnvironment(at={"step0": 60.0}))
+        async with ScriptedEngine(4) as engine:
+            fleet = Fleet(config, engine, source)
+            fleet.start(1)
+            await until(lambda: bank.counts()[State.RUNNING] > 0)
+            assert bank.get_state(OLDEST.format(1)) == "0"
+            await fleet.stop(1)
+            await fleet.close()
+
+    with Bank.open(sqlite_url) as bank:
+        asyncio.run(scenario(bank))
+        assert bank.get_state(OLDEST.format(1)) == "" and bank.counts()[State.RUNNING] == 0
 
 
 async def until(condition: object, seconds: float = 60) -> None:
