@@ -235,8 +235,9 @@ class RolloutConfig:
     then they hold room that nobody uses."""
     flush_s: float = 2.0
     """Seconds between two rounds that write the tokens of running trajectories into the bank. A kill of the rollout
-    loses at most what came since the last one; environments that can be replayed go on from there. 0 writes down
-    finished trajectories only: those under way begin anew."""
+    loses at most what came since the last one; environments that can be replayed go on from there. A trajectory is
+    written whole, so one of 16,384 tokens or more is written every n-th round only, n = tokens / 8,192 and at most 16.
+    0 writes down finished trajectories only: those under way begin anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Writes running trajectories into the bank: regularly, so that a kill costs little, and when the trainer asks for it.
 
-`Streaming` writes down what was produced since its last round: after a kill, at most what came in between is lost.
+`Streaming` writes down what was produced since its last round: after a kill, at most what came in between is lost. A
+trajectory is written whole, its routed experts included, so a long one is written in fewer rounds.
 `PartialWriter` answers the trainer, who wants to score what running trajectories hold so far.
 
 Invariants: answers that were under way when the engines were stopped have come back, and their tokens are in what the
@@ -15,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_async.rollout.agent_loop import EpisodeProgress
 from megatron_async.rollout.ledger import Ledger
@@ -23,6 +25,10 @@ from megatron_async.trajectory import Trajectory
 GRACE_S = 0.5
 _LOOK_S = 0.01
 _AT_ONCE = 64
+_TOKENS_PER_ROUND = 8192
+"""Of one trajectory, at most about so many are written in a round, on the average over rounds."""
+_MOST_ROUNDS = 16
+"""From one write to the next, of a trajectory of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,17 @@ class Played:
             self.progress.streamed.settle()
 
 
+class _Written(NamedTuple):
+    """What was last written of a trajectory: (tokens, turns, tokens withdrawn so far), and in which round."""
+
+    size: tuple[int, int, int]
+    round: int
+
+
 class Streaming:
     """playing: the running trajectories by id, live. every_s: seconds between two rounds.
 
+    A trajectory of n tokens is written every n // 8192 rounds, at least every 16th, and of less than 16,384 in each.
     A round's cost for the event loop is that of looking; what has grown is serialised on the bank's thread, many
     trajectories in one transaction, and the next round begins when it is on the disk.
     """
@@ -49,7 +63,8 @@ class Streaming:
         self._ledger = ledger
         self._playing = playing
         self._every_s = every_s
-        self._written: dict[str, tuple[int, int, int]] = {}
+        self._written: dict[str, _Written] = {}
+        self._round = 0
         self.tokens = 0
         """Tokens written down by all rounds, prompts and observations included."""
 
@@ -57,12 +72,25 @@ class Streaming:
         """Write down every `every_s` seconds until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
-            await self.flush()
+            await self.round()
+
+    async def round(self) -> None:
+        """Write down the running trajectories that have grown and whose turn it is."""
+        self._round += 1
+        await self._write([name for name, played in self._playing.items() if self._is_due(name, played)])
 
     async def flush(self) -> None:
         """Write down every running trajectory that has grown since it last was."""
-        self._written = {name: size for name, size in self._written.items() if name in self._playing}
-        names = list(self._playing)
+        await self._write(list(self._playing))
+
+    def _is_due(self, name: str, played: Played) -> bool:
+        last = self._written.get(name)
+        if last is None or last.size[2] != played.progress.withdrawn:  # what is written now is nothing, or wrong
+            return True
+        return self._round - last.round >= min(len(played.trajectory) // _TOKENS_PER_ROUND, _MOST_ROUNDS)
+
+    async def _write(self, names: list[str]) -> None:
+        self._written = {name: last for name, last in self._written.items() if name in self._playing}
         for begin in range(0, len(names), _AT_ONCE):
             grown = [taken for name in names[begin : begin + _AT_ONCE] if (taken := self._grown(name)) is not None]
             if grown:
@@ -76,10 +104,10 @@ class Streaming:
         trajectory = played.trajectory
         # Withdrawn tokens may have been followed by as many others.
         now = (len(trajectory), trajectory.num_turns, played.progress.withdrawn)
-        before = self._written.get(name, (0, 0, 0))
+        before = self._written.get(name, _Written((0, 0, 0), 0)).size
         if now == before:
             return None
-        self._written[name] = now
+        self._written[name] = _Written(now, self._round)
         self.tokens += max(0, now[0] - before[0])
         return trajectory.snapshot()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,46 @@ def test_as_many_other_tokens_in_the_place_of_withdrawn_ones_are_written_down(tm
             return written
 
     assert asyncio.run(scenario()) == [1, 2, 3, 20, 21]
+
+
+def test_long_trajectories_are_written_in_fewer_rounds_and_all_at_a_stop(tmp_path: Path) -> None:
+    """Each is written whole: what a round writes must not grow with the length of what runs."""
+    rounds, longest_gap = 64, {"short": 1, "long": 5, "longest": 16}
+    lengths = {"short": 16_000, "long": 5 * 8192, "longest": 40 * 8192}
+
+    async def scenario() -> dict[str, list[int]]:
+        with open_bank(make_config(tmp_path)) as bank:
+            playing = {}
+            for name, length in lengths.items():
+                trajectory = Trajectory(name, "g", "p", SamplingParams())
+                trajectory.append_context([1] * length)
+                playing[name] = Played(trajectory, EpisodeProgress())
+            written: dict[str, list[int]] = {name: [] for name in lengths}
+
+            class Counting(Ledger):
+                async def checkpoint(self, trajectories: Sequence[Trajectory]) -> None:
+                    for each in trajectories:
+                        written[each.trajectory_id].append(len(each) - lengths[each.trajectory_id])
+
+            ledger = Counting(bank)
+            streaming = Streaming(ledger, playing, 1.0)
+            for _ in range(rounds):
+                for played in playing.values():
+                    played.trajectory.append_action([2], [-0.5], [VersionSpan(0, 0, 1)])
+                await streaming.round()
+            assert {name: max(b - a for a, b in zip(at, at[1:])) for name, at in written.items()} == longest_gap
+            await streaming.flush()
+            assert {at[-1] for at in written.values()} == {rounds}
+            counted = {name: len(at) for name, at in written.items()}
+            playing["longest"].progress.withdrawn = 1  # a kill would go on after tokens that are wrong: not to wait for
+            await streaming.round()
+            assert [len(written[name]) - counted[name] for name in lengths] == [0, 0, 1]
+            ledger.close()
+        return written
+
+    written = asyncio.run(scenario())
+    per_round = {name: len(at) * lengths[name] / rounds for name, at in written.items()}
+    assert per_round["long"] < 1.1 * 8192 and len(written["short"]) == rounds
 
 
 # ---------------------------------------------------------------------- replay
