@@ -57,10 +57,7 @@ class Claims:
 
     def is_free(self, name: str) -> bool:
         """See `Bank.is_free`."""
-        taken = dialects.try_claim(self._engine, name)
-        if taken is not None:
-            taken.release()
-        return taken is not None
+        return dialects.is_free(self._engine, name)
 
     def release(self, name: str) -> None:
         """See `Bank.release`."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, func, make_url, select
+from sqlalchemy import ColumnElement, Connection, Engine, Table, create_engine, event, func, make_url, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
@@ -111,6 +111,16 @@ def try_claim(engine: Engine, name: str) -> Claim | None:
     return _try_file(engine, name) if engine.dialect.name == "sqlite" else _try_advisory(engine, name)
 
 
+def is_free(engine: Engine, name: str) -> bool:
+    """Whether nobody holds `name`: it is held for a moment to see."""
+    if engine.dialect.name == "sqlite":
+        if (claim := _try_file(engine, name)) is not None:
+            claim.release()
+        return claim is not None
+    with engine.begin() as conn:  # the lock ends with the transaction; no connection is made for it
+        return bool(conn.execute(select(func.pg_try_advisory_xact_lock(_advisory_key(name)))).scalar_one())
+
+
 def _try_file(engine: Engine, name: str) -> Claim | None:
     """The kernel's lock on a file beside the database."""
     file = Path(f"{engine.url.database}.{name}.lock").open("a")  # noqa: SIM115 (open for as long as it is held)
@@ -128,8 +138,7 @@ def _try_advisory(engine: Engine, name: str) -> Claim | None:
     conn.detach()  # never given to somebody else by the pool
     for setting in ("idle = 30", "interval = 10", "count = 3"):
         conn.exec_driver_sql(f"SET tcp_keepalives_{setting}")
-    lock = func.pg_try_advisory_lock(func.hashtextextended(func.current_schema() + f"/{name}", 0))
-    if not conn.execute(select(lock)).scalar_one():
+    if not conn.execute(select(func.pg_try_advisory_lock(_advisory_key(name)))).scalar_one():
         conn.close()
         return None
 
@@ -141,6 +150,10 @@ def _try_advisory(engine: Engine, name: str) -> Claim | None:
         return True
 
     return Claim(conn.close, held)
+
+
+def _advisory_key(name: str) -> ColumnElement[int]:
+    return func.hashtextextended(func.current_schema() + f"/{name}", 0)
 
 
 def insert_missing(conn: Connection, table: Table, values: dict[str, Any]) -> bool:

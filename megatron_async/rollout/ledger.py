@@ -278,7 +278,8 @@ class Ledger:
         """Before `close`: mark what was running as failed; nobody will go on with this process's groups."""
 
         def work() -> None:
-            self._bank.abandon_running(reason, list(trajectory_ids))
+            if trajectory_ids:
+                self._bank.abandon_running(reason, list(trajectory_ids))
             self._numbers.leave_nothing()
 
         await self._call(work)

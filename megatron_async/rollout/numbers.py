@@ -105,7 +105,7 @@ class Numbers:
 
     def leave_nothing(self) -> None:
         """This process ends and nobody will go on with its groups: they hold others back no longer."""
-        if self._claimed and self._bank.keeps(claim_name(self.own)):
+        if self._oldest and self._claimed and self._bank.keeps(claim_name(self.own)):
             self.tell("")
 
     # ------------------------------------------------------------------ groups

@@ -133,6 +133,35 @@ def test_a_name_is_held_by_one_at_a_time(bank: Bank, bank_url: str) -> None:
     assert bank.claim("rollout-0") and bank.claim("rollout-1")  # closing gave both back
 
 
+def test_asking_whether_a_name_is_free_takes_it_from_nobody(bank: Bank, bank_url: str) -> None:
+    with Bank.open(bank_url) as other:
+        assert other.is_free("rollout-0") and bank.claim("rollout-0")
+        assert not other.is_free("rollout-0") and not bank.is_free("rollout-0") and bank.keeps("rollout-0")
+        bank.release("rollout-0")
+        assert other.is_free("rollout-0") and other.claim("rollout-0")
+        assert not bank.keeps("rollout-0")  # another process held it since
+        other.release("rollout-0")
+        assert not bank.keeps("rollout-0") and other.keeps("rollout-0")
+
+
+def test_unfinished_groups_are_those_that_somebody_has_to_go_on_with(bank: Bank) -> None:
+    collect_group(bank, "complete")
+    collect(bank, "a", "half")
+    for name in ("b", "c"):
+        bank.start_trajectory(running(name, "played"))
+    collect_group(bank, "closed")
+    bank.close_group("closed", keep=True)
+    collect_group(bank, "over-full")
+    bank.start_trajectory(running("surplus", "over-full"))
+    collect(bank, "d", "given up")
+    bank.close_group("given up", keep=False)
+    assert bank.unfinished_groups(2) == ["half", "over-full", "played"]
+    assert bank.unfinished_groups() == ["closed", "complete", "half", "over-full", "played"]
+    assert ids(bank.list_running(["played", "half"])) == ["b", "c"] and bank.list_running([]) == []
+    assert ids(bank.take_batch(0, 3, 2, 0))[:2] == ["complete.0", "complete.1"]
+    assert bank.unfinished_groups() == ["half", "over-full", "played"]  # of a group that is done, a member still runs
+
+
 def test_tokens_of_a_version_nobody_recorded_are_refused(bank: Bank) -> None:
     trajectory = running("t", "g")
     bank.start_trajectory(trajectory)
