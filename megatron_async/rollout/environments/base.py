@@ -191,6 +191,7 @@ class DescribedTaskSource(TaskSource, Protocol):
         """JSON without paths, addresses and credentials: it is published with the weights."""
 
 
+@runtime_checkable
 class NamedTaskSource(TaskSource, Protocol):
     """A source that names what it holds, so that results on different tasks lie in different folders."""
 
