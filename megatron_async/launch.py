@@ -30,6 +30,7 @@ from megatron_async.machines import Others, own_address
 from megatron_async.observe import RunFiles, append_evaluation, read_evaluations, read_metrics
 from megatron_async.observe.progress import Progress
 from megatron_async.observe.report import write_report
+from megatron_async.periodic_evaluation import PeriodicEvaluation
 from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.evaluation import evaluate_engines
@@ -176,7 +177,8 @@ def _run(config: RunConfig, files: RunFiles, address: str | None) -> None:
             training = training_parts(config, files, nodes[0], others.address)
             ticks = (progress.refresh, Silence(config.run_path, say), watching.tick)
             stopping = Stopping(config, bank, training[-1], asked, say, *ticks)
-            Roles(config, training, rollout_part(files), parts).run(*ticks, stopping)
+            evaluating = PeriodicEvaluation(config, bank, parts, say)
+            Roles(config, training, rollout_part(files), parts).run(*ticks, evaluating, stopping)
         watching.training_ended(files.checkpoint)
         _evaluate(config, watching.wait(), config.steps, watching.tick)
     if here.restarts:

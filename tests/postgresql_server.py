@@ -14,8 +14,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-WITHOUT = "MEGATRON_ASYNC_TESTS_WITHOUT_POSTGRESQL"
-"""Environment variable that leaves out tests of PostgreSQL where there is none, which otherwise fail."""
+REQUIRED = "MEGATRON_ASYNC_TESTS_REQUIRE_POSTGRESQL"
+"""Environment variable that makes tests of PostgreSQL fail where there is none, which are otherwise left out."""
 
 
 def find_binaries() -> Path | None:
@@ -38,16 +38,17 @@ def why_unavailable() -> str:
 
 
 def require() -> None:
-    """For a test that needs a server: fails where none can be started, unless the environment says to leave it out."""
+    """For a test that needs a server: left out, or failed if the environment says so, where none can be started."""
     reason = why_unavailable()
-    if reason and os.environ.get(WITHOUT):
-        pytest.skip(f"{reason}, and {WITHOUT} is set")
-    if reason:
-        pytest.fail(
-            f"{reason}. Install it (Debian and Ubuntu: apt-get install postgresql util-linux; elsewhere: initdb and "
-            f"postgres on the PATH), or set {WITHOUT}=1 to leave out the tests of the bank on PostgreSQL",
-            pytrace=False,
-        )
+    if not reason:
+        return
+    advice = (
+        f"{reason}: the bank was not tested on PostgreSQL. Install it (Debian and Ubuntu: apt-get install postgresql "
+        f"util-linux; elsewhere: initdb and postgres on the PATH); {REQUIRED}=1 makes this a failure"
+    )
+    if os.environ.get(REQUIRED):
+        pytest.fail(advice, pytrace=False)
+    pytest.skip(advice)
 
 
 class PostgreSQLServer:

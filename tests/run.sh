@@ -6,7 +6,7 @@
 #   bash tests/run.sh -m slow                # the long ones
 #
 # The bank's tests also run on PostgreSQL, which the set-up does not install (Debian, Ubuntu: apt-get install postgresql).
-# Without it they fail; MEGATRON_ASYNC_TESTS_WITHOUT_POSTGRESQL=1 leaves them out.
+# Where there is none they are left out and named at the end; MEGATRON_ASYNC_TESTS_REQUIRE_POSTGRESQL=1 lets them fail.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

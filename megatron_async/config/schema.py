@@ -391,7 +391,8 @@ class EvaluationConfig:
     samples_per_task: int = 1
     """Trajectories per task; pass^k needs at least k."""
     every: int = 0
-    """Training steps between evaluations; 0 evaluates only before and after. Evaluations use the engines' time."""
+    """Training steps between evaluations; 0 evaluates only before and after. They share the engines with the rollouts,
+    training does not wait for them, and each says which versions it saw; one at a time."""
     temperature: float = 1.0
     """Sampling temperature of evaluations; 0 is greedy. 1 measures the policy that is trained."""
 

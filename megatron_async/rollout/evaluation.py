@@ -311,8 +311,8 @@ async def journalled(
 
 def evaluate_run(config: RunConfig, folder: Path) -> EvaluationResult:
     """Evaluate on the engines of the run's folder; results go to `folder`, and a row to its `evaluations.jsonl`."""
-    result = evaluate_engines(config, engine_urls(config.run_path), folder=folder)
-    steps = read_metrics(config.run_path)
+    steps = read_metrics(config.run_path)  # before it: the engines may get further versions meanwhile
     step = steps[-1]["step"] + 1 if steps else 0
+    result = evaluate_engines(config, engine_urls(config.run_path), folder=folder)
     append_evaluation(config.run_path, {"step": step, "version": result.newest_version, **result.as_dict()})
     return result
