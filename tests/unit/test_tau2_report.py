@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_async.rollout import environment_calls
+from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource
 from megatron_async.rollout.environments.tau2 import report, reward
@@ -263,7 +264,7 @@ def test_errors_of_user_and_judge_stand_in_the_report_of_their_evaluation(tmp_pa
         if task.task_id == source.task(0).task_id and plays[task.task_id] <= 2:
             environment = source.environment(task)
             try:
-                await environment_calls.ask(environment, "reset", environment.reset(), 60.0)
+                await environment_calls.ask(Call(environment, "reset"), environment.reset(), 60.0)
             except EpisodeFailure as failure:
                 return EvaluatedEpisode(None, failure.kind)
             finally:

@@ -203,7 +203,7 @@ def test_a_run_is_what_its_checkpoint_was_until_it_publishes(tmp_path: Path, sma
                 named = replace(config, environment=EnvironmentConfig(environment))
                 training_record.write(folder, [training_record.training(named, REINFORCED, source)])
             for engine.version in (0, 3):
-                await asyncio.to_thread(evaluation.evaluate_run, config)
+                await asyncio.to_thread(evaluation.evaluate_run, config, tmp_path / "results")
             rows = [row["subject"]["training"]["trainings"] for row in read_evaluations(config.run_path)]
             assert [item["environment"] for row in rows for item in row] == ["earlier", "this"]
 
