@@ -31,7 +31,9 @@ def check_same_bits(original: Path, converted: Path) -> None:
     ("kind", "dtype", "write", "read"),
     [
         ("moe", torch.bfloat16, ["--tensor-model-parallel-size", "2"], ["--expert-model-parallel-size", "2"]),
-        ("dense", torch.float32, ["--pipeline-model-parallel-size", "2"], []),
+        pytest.param(
+            "dense", torch.float32, ["--pipeline-model-parallel-size", "2"], [], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_round_trip(tmp_path: Path, kind: str, dtype: torch.dtype, write: list[str], read: list[str]) -> None:

@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).with_name("engine_ranks.py")
 LAYOUTS = (
     "dense:tp2",
     "moe",
-    "moe:tp2",
     "moe:tp2:etp2",
     "moe:tp2:ep2",
     "moe:ep4",
