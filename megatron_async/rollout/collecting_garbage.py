@@ -2,8 +2,8 @@
 
 Python's collector stops the event loop while it looks at objects. A full look at everything such a process holds takes
 a quarter of a second, and by default comes every few seconds. Here what was there before the first episode is left out
-for good, young objects are looked at as always, and everything else only every `EVERY_S` seconds: reference counts free
-nearly all of what episodes leave, so that little waits for it.
+for good, young objects are looked at when many have gathered, and everything else every `EVERY_S` seconds: reference
+counts free nearly all of what episodes leave, so that little waits for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator
 EVERY_S = 300.0
 """Seconds between two full collections."""
 
-_THRESHOLDS = (10_000, 10, 1_000_000)
-"""Allocations between looks at the youngest objects; such looks between two at those that survived one (a look at up to
-100,000 objects, some 15 ms); and, as good as never, between two full ones."""
+_THRESHOLDS = (100_000, 10, 1_000_000)
+"""Allocations, less what was freed, between looks at the youngest objects: such a look takes some 50 ms with a thousand
+episodes, whose answers under way are all young, and then comes every 20 s or so. Such looks between two at those that
+survived one; and, as good as never, between two full ones."""
 
 
 @contextlib.asynccontextmanager

@@ -344,6 +344,7 @@ class RolloutController:
             return False
         for group, members in opened:
             self._begin(parts, group, members)
+            await asyncio.sleep(0)  # the first requests of all of them at once would hold the event loop up
         return True
 
     def _begin(self, parts: asyncio.TaskGroup, group: Group, members: list[Trajectory]) -> None:
