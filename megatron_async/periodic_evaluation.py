@@ -25,20 +25,17 @@ class PeriodicEvaluation:
     def __init__(self, config: RunConfig, bank: Bank, parts: list[Part], say: Callable[[str], None]) -> None:
         self._config, self._bank, self._parts, self._say = config, bank, parts, say
         self._every = config.evaluation.every
-        self._seen = self._steps()
+        self._seen = self._bank.steps_trained()
         self._running: Part | None = None
         self._of = 0
 
     def __call__(self) -> None:
         if not self._every or (self._running is not None and not self._ended(self._running)):
             return
-        steps = self._steps()
+        steps = self._bank.steps_trained()
         if steps // self._every > self._seen // self._every and steps < self._config.steps:
             self._begin(steps)
         self._seen = steps
-
-    def _steps(self) -> int:
-        return sum(step.state != "reserved" for step in self._bank.steps())
 
     def _begin(self, steps: int) -> None:
         files = RunFiles(self._config.run_path)

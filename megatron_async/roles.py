@@ -61,7 +61,7 @@ class Roles:
         Raises PartFailed.
         """
         with Bank.open(self._config.bank_url) as bank:
-            self._steps = _steps(bank)
+            self._steps = bank.steps_trained()
             self._begin(bank, *ticks)
             while self._training[-1].poll() != 0:
                 self._look_after(bank, *ticks)
@@ -97,7 +97,7 @@ class Roles:
 
     def _failed(self, part: Part, bank: Bank) -> None:
         """Record the failure; raise it when the part is not to be started again."""
-        steps = _steps(bank)
+        steps = bank.steps_trained()
         self._in_vain = 0 if steps > self._steps else self._in_vain + 1
         self._steps = max(self._steps, steps)
         trainer, says = self._config.trainer, self._who_says_why(part)
@@ -139,9 +139,3 @@ class Roles:
             if part not in self._parts:
                 self._parts.append(part)
             part.start()
-
-
-def _steps(bank: Bank) -> int:
-    """Number of steps that were ever trained, on the way that the run is on."""
-    return sum(step.state != "reserved" for step in bank.steps())
-

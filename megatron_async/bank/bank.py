@@ -338,6 +338,10 @@ class Bank:
     def steps(self) -> list[Step]:
         return self._read(batches.recorded)
 
+    def steps_trained(self) -> int:
+        """Number of steps that were ever trained, on the way that the run is on."""
+        return sum(step.state != "reserved" for step in self.steps())
+
     def discard_payloads(self, through_step: int) -> int:
         """Delete the tokens (not the records) of trajectories nobody can ask for again; returns how many.
 

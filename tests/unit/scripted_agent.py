@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_async.rollout.agent_loop import run_episode
 from megatron_async.rollout.chat import ChatFormat
-from megatron_async.rollout.environments.base import AssistantTurn, Environment, Message
+from megatron_async.rollout.environments.base import AssistantTurn, Environment, Message, Task, TaskSource
+from megatron_async.rollout.environments.desk_tokenizer import build_tokenizer
+from megatron_async.rollout.episode_limits import EpisodeLimits
+from megatron_async.trajectory import SamplingParams, Status, Trajectory
 from sglang_bridge import Generation, Span
 
 
@@ -25,6 +31,21 @@ class ScriptedAgent:
         cut, ids = len(ids) > sampling.max_new_tokens, ids[: sampling.max_new_tokens]
         reason = "length" if cut else "stop"
         return Generation(ids, [-1.0] * len(ids), [Span(0, 0, len(ids))], reason, None, 0)
+
+
+def check_episode(folder: Path, tasks: TaskSource, task: Task, said: Sequence[Message], limits: EpisodeLimits) -> None:
+    """`said` on `task` through the agent loop: ids and mask are those of the conversation, and it ends with reward 1.
+
+    folder: where a tokenizer is put.
+    """
+    build_tokenizer().save_pretrained(str(folder))
+    chat = ChatFormat(folder)
+    trajectory = Trajectory("t", task.task_id, "p", SamplingParams(max_new_tokens=1000))
+    asyncio.run(run_episode(ScriptedAgent(chat, said), chat, tasks.environment(task), trajectory, limits))
+    ids, mask = asyncio.run(expected_tokens(chat, tasks.environment(task), said))
+    assert trajectory.token_ids.tolist() == ids
+    assert trajectory.loss_mask.tolist() == mask
+    assert (trajectory.status, trajectory.reward, trajectory.info["ending"]) == (Status.OK, 1.0, "done")
 
 
 async def expected_tokens(

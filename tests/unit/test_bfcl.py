@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_async.config.schema import EnvironmentConfig
-from megatron_async.rollout.agent_loop import run_episode
-from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import (
     AssistantTurn,
     Message,
@@ -21,10 +19,8 @@ from megatron_async.rollout.environments import (
     bfcl,
     build_task_source,
 )
-from megatron_async.rollout.environments.desk_tokenizer import build_tokenizer
 from megatron_async.rollout.episode_limits import EpisodeLimits
-from megatron_async.trajectory import SamplingParams, Status, Trajectory
-from tests.unit.scripted_agent import ScriptedAgent, expected_tokens
+from tests.unit.scripted_agent import check_episode
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("bfcl_eval") is None, reason="bfcl-eval is not installed (requirements/tau2.txt)"
@@ -57,20 +53,14 @@ async def play(environment: Any, requests: list[list[str]]) -> tuple[float, dict
 @installed
 def test_an_episode_through_the_agent_loop(tmp_path: Path) -> None:
     """The reference's calls said by a sampler: ids and mask are those of the conversation, the reward is 1."""
-    build_tokenizer().save_pretrained(str(tmp_path))
-    chat, tasks = ChatFormat(tmp_path), source()
+    tasks = source()
     task = tasks.task(0)
     start, said = tasks.environment(task), []
     for request in bfcl._data("base")[1][0]:
         said += [Message("assistant", "", (named(start, text),)) for text in request]
         said.append(Message("assistant", "Done."))
-    trajectory = Trajectory("t", task.task_id, "p", SamplingParams(max_new_tokens=1000))
     limits = EpisodeLimits(max_turns=60, max_tokens=200_000, turn_deadline_s=60.0, trajectory_deadline_s=90.0)
-    asyncio.run(run_episode(ScriptedAgent(chat, said), chat, tasks.environment(task), trajectory, limits))
-    ids, mask = asyncio.run(expected_tokens(chat, tasks.environment(task), said))
-    assert trajectory.token_ids.tolist() == ids
-    assert trajectory.loss_mask.tolist() == mask
-    assert (trajectory.status, trajectory.reward, trajectory.info["ending"]) == (Status.OK, 1.0, "done")
+    check_episode(tmp_path, tasks, task, said, limits)
 
 
 @installed

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_async.config.schema import EnvironmentConfig
-from megatron_async.rollout.agent_loop import run_episode
-from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.environments import (
     AssistantTurn,
     Environment,
@@ -20,10 +18,8 @@ from megatron_async.rollout.environments import (
     ToolCall,
     build_task_source,
 )
-from megatron_async.rollout.environments.desk_tokenizer import build_tokenizer
 from megatron_async.rollout.episode_limits import EpisodeLimits
-from megatron_async.trajectory import SamplingParams, Status, Trajectory
-from tests.unit.scripted_agent import ScriptedAgent, expected_tokens
+from tests.unit.scripted_agent import check_episode
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = "higher_lower:build"
@@ -73,17 +69,11 @@ def test_bisection_succeeds_on_every_task_of_both_splits() -> None:
 
 def test_an_episode_through_the_agent_loop(tmp_path: Path) -> None:
     """Bisection said by a sampler: ids and mask are those of the conversation, and the reward is the environment's."""
-    build_tokenizer().save_pretrained(str(tmp_path))
-    chat, tasks = ChatFormat(tmp_path), source()
+    tasks = source()
     task = tasks.task(0)
     said = [Message("assistant", "", (ToolCall("guess", {"number": n}),)) for n in bisection(task.data["secret"])]
-    trajectory = Trajectory("t", task.task_id, "p", SamplingParams(max_new_tokens=500))
     limits = EpisodeLimits(max_turns=8, max_tokens=20_000, turn_deadline_s=60.0, trajectory_deadline_s=90.0)
-    asyncio.run(run_episode(ScriptedAgent(chat, said), chat, tasks.environment(task), trajectory, limits))
-    ids, mask = asyncio.run(expected_tokens(chat, tasks.environment(task), said))
-    assert trajectory.token_ids.tolist() == ids
-    assert trajectory.loss_mask.tolist() == mask
-    assert (trajectory.status, trajectory.reward, trajectory.info["ending"]) == (Status.OK, 1.0, "done")
+    check_episode(tmp_path, tasks, task, said, limits)
 
 
 def bisection(secret: int) -> list[int]:

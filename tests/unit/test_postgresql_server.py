@@ -30,3 +30,4 @@ def test_one_that_is_there_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgresql_server, "find_binaries", lambda: Path("/bin"))
     monkeypatch.setattr(postgresql_server.shutil, "which", lambda name: f"/bin/{name}")
     postgresql_server.require()
+    assert postgresql_server.why_unavailable() == ""

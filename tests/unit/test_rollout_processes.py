@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,18 +207,26 @@ def test_what_a_number_left_that_is_never_started_again_is_gone_on_with(tmp_path
         asyncio.run(scenario(bank))
 
 
+@asynccontextmanager
+async def first_one_stopped(config: RunConfig, bank: Bank) -> AsyncIterator[Fleet]:
+    """A fleet whose number 1 was stopped while its episodes went on; closed after the block."""
+    source = ScriptedSource(lambda task: ScriptedEnvironment(at={"step0": 60.0}))
+    async with ScriptedEngine(4) as engine:
+        fleet = Fleet(config, engine, source)
+        fleet.start(1)
+        await until(lambda: bank.counts()[State.RUNNING] == 8)
+        assert bank.get_state(OLDEST.format(1)) == "0"
+        await fleet.stop(1)
+        yield fleet
+        await fleet.close()
+
+
 def test_a_number_that_is_gone_is_named_while_it_holds_room(tmp_path: Path, sqlite_url: str) -> None:
     async def scenario(bank: Bank) -> None:
-        config = config_of(tmp_path, sqlite_url, takeover_s=2000.0)
-        source = ScriptedSource(lambda task: ScriptedEnvironment(at={"step0": 60.0}))
-        async with ScriptedEngine(4) as engine:
-            fleet = Fleet(config, engine, source)
-            fleet.start(1)
-            await until(lambda: bank.counts()[State.RUNNING] == 8)
-            await fleet.stop(1)
+        async with first_one_stopped(config_of(tmp_path, sqlite_url, takeover_s=2000.0), bank) as fleet:
             fleet.start(0)
             await until(lambda: 0 in fleet.controllers and "process 1 is gone" in fleet.controllers[0]._waiting_for)
-            await fleet.close()
+            assert bank.get_state(OLDEST.format(1)) == "0", "nothing was taken over"
 
     with Bank.open(sqlite_url) as bank:
         asyncio.run(scenario(bank))
@@ -226,15 +234,8 @@ def test_a_number_that_is_gone_is_named_while_it_holds_room(tmp_path: Path, sqli
 
 def test_a_process_that_leaves_nothing_to_go_on_with_holds_nobody_back(tmp_path: Path, sqlite_url: str) -> None:
     async def scenario(bank: Bank) -> None:
-        config = config_of(tmp_path, sqlite_url, flush_s=0.0)
-        source = ScriptedSource(lambda task: ScriptedEnvironment(at={"step0": 60.0}))
-        async with ScriptedEngine(4) as engine:
-            fleet = Fleet(config, engine, source)
-            fleet.start(1)
-            await until(lambda: bank.counts()[State.RUNNING] > 0)
-            assert bank.get_state(OLDEST.format(1)) == "0"
-            await fleet.stop(1)
-            await fleet.close()
+        async with first_one_stopped(config_of(tmp_path, sqlite_url, flush_s=0.0), bank):
+            pass
 
     with Bank.open(sqlite_url) as bank:
         asyncio.run(scenario(bank))
