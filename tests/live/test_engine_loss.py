@@ -16,7 +16,7 @@ from megatron_async.bank import Bank
 from megatron_async.bank.requests import PUBLISHED
 from megatron_async.observe import read_evaluations, read_metrics
 from megatron_async.observe.status import read_status
-from megatron_async.roster import Engine, read_roster
+from megatron_async.roster import Engine, read_roster, read_router
 from sglang_bridge.router import RouterControl
 from tests.live.test_main_job import checkpoint, processes_of, start, write_config  # noqa: F401  (a fixture)
 from tests.live.under_way import with_client
@@ -48,17 +48,16 @@ def kill(engine: Engine) -> None:
 
 def router_of(job: subprocess.Popen[str]) -> psutil.Process | None:
     for process in psutil.Process(job.pid).children(recursive=True):
-        if "sglang_router.launch_router" in process.cmdline():
+        if process.name() == "sglang::router":  # it renames itself, and its command line with it
             return process
     return None
 
 
-def check_a_killed_router_comes_back(job: subprocess.Popen[str], workers: set[str], go: Path) -> None:
+def check_a_killed_router_comes_back(job: subprocess.Popen[str], run: Path, workers: set[str], go: Path) -> None:
     """The real one, just when episodes are let go; it is given its engines again."""
     old = router_of(job)
     assert old is not None
-    words = old.cmdline()
-    control = RouterControl(f"http://127.0.0.1:{words[words.index('--port') + 1]}")
+    control = RouterControl(read_router(run))
     assert set(control.workers()) == workers
     go.write_text("")
     time.sleep(0.5)
@@ -95,7 +94,7 @@ def test_a_killed_engine_comes_back_with_the_published_version(
         assert published >= 2
         assert with_client(back.url, lambda client: client.version()) >= published
         if router:
-            check_a_killed_router_comes_back(job, {engine.url for engine in read_roster(run)}, go)
+            check_a_killed_router_comes_back(job, run, {engine.url for engine in read_roster(run)}, go)
         go.write_text("")
         output, _ = job.communicate(timeout=900)
     finally:
