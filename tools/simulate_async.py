@@ -3,7 +3,8 @@
     python -m tools.simulate_async runs/quickstart                                  # all old-logit sources
     python -m tools.simulate_async runs/quickstart --engines 1 2 4 --bound 0 1 2    # every combination
     python -m tools.simulate_async recipes/simulation/agents.yaml --nodes 1 2 4     # a plan without a run
-    python -m tools.simulate_async runs/a --halves --predict runs/b --write         # how good is it?
+    python -m tools.simulate_async runs/a runs/b --bound 1                          # calibrated on both
+    python -m tools.simulate_async runs/a --halves --predict runs/c --write         # how good is it?
     python -m tools.simulate_async --closed-form --write                            # against the closed form
 
 The model is calibrated from the folder of a run, or written down in YAML (docs/simulation.md says what it leaves out).
@@ -74,15 +75,17 @@ class Plan:
     publish: PublishModel = PublishModel()
     old_logits: OldLogitModel = OldLogitModel()
     rollout: RolloutPolicy = field(default_factory=RolloutPolicy)
-    interference: float = 0.0
 
 
-def read_scenario(path: Path, seed: int) -> Scenario:
-    """A run's folder calibrated, or a YAML plan; raises UserError when it is neither."""
-    if path.is_dir():
-        return calibrate(path)
+def read_scenario(paths: Sequence[Path], seed: int) -> Scenario:
+    """Folders of runs calibrated, or a YAML plan; raises UserError when it is neither."""
+    if all(path.is_dir() for path in paths):
+        return calibrate(*paths)
+    path = next(path for path in paths if not path.is_dir())
     if not path.is_file():
         raise UserError(f"{path} is neither the folder of a run nor a YAML plan")
+    if len(paths) > 1:
+        raise UserError(f"{path} is a plan, which stands alone; give one plan, or folders of runs")
     data = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(data, dict):
         raise ConfigError([f"expected a mapping, got {data!r}"], str(path))
@@ -93,9 +96,7 @@ def read_scenario(path: Path, seed: int) -> Scenario:
         prompt=shape.prompt, observation=shape.observation, tool_seconds=shape.tool_seconds,
         tool_spread=shape.tool_spread, seed=seed,
     )  # fmt: skip
-    return Scenario(
-        workload, plan.engines, plan.trainer, plan.publish, plan.old_logits, plan.rollout, plan.interference
-    )
+    return Scenario(workload, plan.engines, plan.trainer, plan.publish, plan.old_logits, plan.rollout)
 
 
 def overridden(scenario: Scenario, overrides: Sequence[str]) -> Scenario:
@@ -104,11 +105,7 @@ def overridden(scenario: Scenario, overrides: Sequence[str]) -> Scenario:
     for override in overrides:
         apply_override(data, override)
     for section, values in data.items():
-        if section == "interference":
-            scenario = replace(scenario, interference=float(values))
-        elif section in ("engines", "trainer", "publish", "old_logits", "rollout") and isinstance(
-            values, dict
-        ):
+        if section in ("engines", "trainer", "publish", "old_logits", "rollout") and isinstance(values, dict):
             now = getattr(scenario, section)
             changed = build(type(now), {**to_plain(now), **values}, f"--set {section}")
             scenario = replace(scenario, **{section: changed})
@@ -160,7 +157,7 @@ def describe(scenario: Scenario) -> str:
         f"rollout: bound {scenario.rollout.bound}, {scenario.rollout.concurrency} at once, batch "
         f"{scenario.rollout.groups} x {scenario.rollout.group_size}, recorded after "
         f"{scenario.rollout.recording:.2f} s, replaced after {scenario.rollout.turnaround:.2f} s\n"
-        f"interference of trainer and engines: {scenario.interference:.2f}"
+        f"slowed down by each other: engines by {engines.interference:.2f}, trainer by {trainer.interference:.2f}"
     )
 
 
@@ -194,7 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, nargs="?", help="folder of a run to calibrate from, or a YAML plan")
+    parser.add_argument("model", type=Path, nargs="*", help="folders of runs to calibrate from, or a YAML plan")
     for flag, text in (
         ("--engines", "numbers of engines"), ("--nodes", "numbers of trainer nodes"),
         ("--bound", "values of rollout.max_staleness"), ("--concurrency", "trajectories running at once"),
@@ -212,7 +209,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--predict", type=Path, nargs="+", default=[], metavar="RUN", help="compare with these measured runs"
     )
     parser.add_argument(
-        "--halves", action="store_true", help="calibrate on the first half of the run, compare with the second"
+        "--halves", action="store_true", help="calibrate on the first half of each run, compare with its second"
     )
     parser.add_argument(
         "--closed-form", action="store_true", help="compare mean staleness with the closed form; needs no run"
@@ -221,8 +218,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--write", action="store_true", help="write what was compared into docs/benchmarks/async.json"
     )
     options = parser.parse_args(arguments)
-    if (options.model is None) != options.closed_form:
-        parser.error("give the folder of a run or a YAML plan, or --closed-form without one")
+    if bool(options.model) == options.closed_form:
+        parser.error("give folders of runs or a YAML plan, or --closed-form without one")
     return options
 
 
@@ -256,11 +253,11 @@ def _compare_closed_form(options: argparse.Namespace, console: Console) -> None:
 
 
 def _compare_runs(options: argparse.Namespace, console: Console) -> None:
-    predictions = [predict_second_half(options.model, options.seed)] if options.halves else []
+    predictions = [predict_second_half(path, options.seed) for path in options.model if options.halves]
     if options.predict:
         model = overridden(read_scenario(options.model, options.seed), options.overrides)
         console.print(describe(model), highlight=False)
-        name = options.model.name
+        name = " and ".join(path.name for path in options.model)
         predictions += [predict(model, path, options.seed, calibrated=name) for path in options.predict]
     console.print(predictions_table(predictions))
     if options.write:

@@ -27,7 +27,8 @@ from megatron_async.simulation import (
     fully_asynchronous_staleness,
     simulate,
 )
-from megatron_async.simulation.calibration import SKIPPED_STEPS, read_config, under_settings
+from megatron_async.simulation.calibration import under_settings
+from megatron_async.simulation.measured import SKIPPED_STEPS, read_config
 from megatron_async.simulation.workload import maximum_over_mean
 from tools.benchmark_rows import Row
 
@@ -92,7 +93,7 @@ def predict_second_half(run_path: Path, seed: int) -> Prediction:
     if steps < LEAST_STEPS:
         raise UserError(f"{run_path} has {steps} steps; --halves needs at least {LEAST_STEPS}")
     half = steps // 2
-    model = calibrate(run_path, half)
+    model = calibrate(run_path, steps=half)
     return predict(model, run_path, seed, first=half, calibrated=f"steps {SKIPPED_STEPS + 1} to {half} of it")
 
 

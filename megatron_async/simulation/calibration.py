@@ -1,37 +1,31 @@
-"""From a run's folder to a scenario that behaves like it.
+"""From the folders of runs to a scenario that behaves like them.
 
-Read are the configuration, metrics.jsonl, timeline.jsonl and the trajectories in the bank. Invariants: every number is
-measured or fitted to measurements of that run, or stays at the default that its field documents; nothing in the folder
-is changed.
+Invariants: every number is measured or fitted to measurements of those runs, or stays at the default that its field
+documents.
 
 How the engine's speed is found: each trajectory records the seconds it waited for the engine. Without pauses these are,
 with n sampled tokens in T turns, k requests running on average and the trainer busy for the share f of them,
 
     (1 + interference f) (step_base n + step_per_request n k) + request_seconds T
 
-which is linear in all but the interference: non-negative least squares for each value of a grid.
+The trainer's is found alike, with f the share of an update in which the engines work. One asynchronous run in which
+they always do cannot tell how long an update takes alone; a second one with less overlap (bound 0) can.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_async import config as configuration
-from megatron_async.bank import viewing
-from megatron_async.bank.dialects import make_engine
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.observe import RunFiles, read_metrics
-from megatron_async.observe.timeline import Interval, read_timeline
-from megatron_async.passwords import hide_password
+from megatron_async.simulation.fits import INTERFERENCES, Array, fit_slowdown
 from megatron_async.simulation.loop import simulate
+from megatron_async.simulation.measured import Cumulative, Measured, measure
 from megatron_async.simulation.scenario import (
     SOURCES,
     EngineModel,
@@ -41,90 +35,39 @@ from megatron_async.simulation.scenario import (
     Scenario,
     TrainerModel,
 )
-from megatron_async.simulation.workload import Episode, Turn, Workload
-from megatron_async.trajectory import Trajectory
+from megatron_async.simulation.workload import Episode, Workload
 
-Array = NDArray[np.float64]
-
-SKIPPED_STEPS = 2
-"""First steps of a run that are left out: compilation, cold caches, empty queues."""
-
-MOST_TRAJECTORIES = 4000
-_COMPUTING = ("old_logits", "update", "capture", "publish")
 _FIT_STEPS, _FIT_ROUNDS = 24, 2
 _LEAST_STEP_BASE = 1e-6
 """An engine without any base cost would be infinitely fast when it runs a single request."""
+_LEAST_SPREAD = 0.15
+"""Standard deviation of the engines' share in updates, below which it says nothing about the trainer's interference."""
 _LONGEST_TURNAROUND = 10.0
-_INTERFERENCES = np.linspace(0.0, 2.0, 41)
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A finished trajectory: its shape, and when it was with the engine (Unix seconds)."""
+def calibrate(*runs: Path, steps: int | None = None) -> Scenario:
+    """The scenario of finished (or running) runs; change parts of it with `dataclasses.replace` to ask what if.
 
-    group: str
-    episode: Episode
-    start: float
-    end: float
-    engine_seconds: float
-
-
-class Cumulative:
-    """Integral over time of how many of some intervals are open; `over(starts, ends)` gives it between two times."""
-
-    def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
-        starts, ends = (np.array(side, dtype=float) for side in zip(*intervals, strict=True))
-        times = np.concatenate([starts, ends])
-        changes = np.concatenate([np.ones_like(starts), -np.ones_like(ends)])
-        order = np.argsort(times, kind="stable")
-        self._times = times[order]
-        open_after = np.cumsum(changes[order])
-        self._integral = np.concatenate([[0.0], np.cumsum(open_after[:-1] * np.diff(self._times))])
-
-    def over(self, starts: Array, ends: Array) -> Array:
-        """Interval-seconds between `starts` and `ends`."""
-        return cast(
-            Array,
-            np.interp(ends, self._times, self._integral) - np.interp(starts, self._times, self._integral),
-        )
-
-
-def read_config(run_path: Path) -> RunConfig:
-    """The configuration of a run's folder, wherever that was moved. Raises UserError when it is none."""
-    if not RunFiles(run_path).config.is_file():
-        raise UserError(f"{run_path} is not the folder of a run (it has no config.yaml)")
-    config = configuration.load(RunFiles(run_path).config)
-    return replace(config, run_dir=str(run_path.parent), name=run_path.name)
-
-
-def calibrate(run_path: Path, steps: int | None = None) -> Scenario:
-    """The scenario of a finished (or running) run; change parts of it with `dataclasses.replace` to ask what if.
-
-    steps: only the first so many of the run are looked at, and what was finished by then; None: all of it.
-    Raises UserError when the folder holds too little: fewer than five steps, or no trajectory.
+    runs: of the same model and workload on the same machines; settings are the first one's. steps: only the first so
+    many of each are looked at, and what was finished by then; None: all.
+    Raises UserError when a folder holds too little: fewer than five steps, or no trajectory.
     """
-    config = read_config(run_path)
-    rows = read_metrics(run_path)[:steps][SKIPPED_STEPS:]
-    if len(rows) < 3:
-        raise UserError(f"{run_path}: {len(rows) + SKIPPED_STEPS} steps are too few; calibration needs at least five")
-    since, until = rows[0]["time"] - rows[0]["seconds/step"], rows[-1]["time"]
-    recording = recording_seconds(config, run_path, until)
-    observed = read_observed(config, since, until, recording)
-    timeline = [i for i in read_timeline(run_path) if i.part == "trainer" and i.end <= until]
-    engines, interference = fit_engines(config, observed, timeline, rows)
-    busy = _engines_busy(observed, timeline)
+    measured = [measure(path, steps) for path in runs]
+    engines = fit_engines(measured)
+    trainer = fit_trainer(measured, engines.interference)
     scenario = Scenario(
-        workload=_workload(observed),
+        workload=_workload(measured),
         engines=engines,
-        trainer=fit_trainer(config, rows, 1 + interference * busy),
-        publish=_publish(config, rows, 1 + interference * busy),
-        old_logits=_old_logits(config, rows),
-        rollout=_policy(config, recording),
-        interference=interference,
+        trainer=trainer,
+        publish=_publish(measured, trainer.interference),
+        old_logits=_old_logits(measured[0]),
+        rollout=_policy(measured[0].config, float(np.mean([run.recording for run in measured]))),
     )
-    life = float(np.mean([one.end - one.start for one in observed]))
     for _ in range(_FIT_ROUNDS):
-        scenario = fit_turnaround(fit_life(scenario, life), episodes_running(run_path, rows))
+        factors = [life_factor(under_settings(scenario, run.config), run.life) for run in measured]
+        scenario = replace(scenario, engines=slower(scenario.engines, float(np.mean(factors))))
+        found = [fit_turnaround(under_settings(scenario, run.config), run.running) for run in measured]
+        scenario = replace(scenario, rollout=replace(scenario.rollout, turnaround=float(np.mean(found))))
     return scenario
 
 
@@ -141,53 +84,15 @@ def under_settings(model: Scenario, config: RunConfig) -> Scenario:
     )
 
 
-# ---------------------------------------------------------------- what the agents did
+# ---------------------------------------------------------------- rollout
 
 
-def read_observed(config: RunConfig, since: float, until: float, recording: float) -> list[Observed]:
-    """Trainable trajectories recorded between two times (Unix seconds), newest first; each ended `recording` seconds
-    before."""
-    engine = make_engine(config.bank_url)
-    found = viewing.finished(engine, MOST_TRAJECTORIES)
-    engine.dispose()
-    observed = [
-        _observed(row.trajectory, row.finished_at - recording)
-        for row in found
-        if since <= row.finished_at <= until
-    ]
-    if not observed:
-        raise UserError(f"the bank at {hide_password(config.bank_url)} holds no finished trajectory to calibrate from")
-    return observed
-
-
-def _observed(trajectory: Trajectory, end: float) -> Observed:
-    engine, tools = float(trajectory.info["engine_s"]), float(trajectory.info["environment_s"])
-    turns, at = [], 0
-    for turn in trajectory.turns:
-        turns.append(Turn(turn.start - at, turn.end - turn.start, tools / len(trajectory.turns)))
-        at = turn.end
-    return Observed(trajectory.group_id, Episode(tuple(turns)), end - engine - tools, end, engine)
-
-
-def _workload(observed: Sequence[Observed]) -> Workload:
-    groups: dict[str, list[Episode]] = {}
-    for one in observed:
-        groups.setdefault(one.group, []).append(one.episode)
+def _workload(runs: Sequence[Measured]) -> Workload:
+    groups: dict[tuple[int, str], list[Episode]] = {}
+    for number, run in enumerate(runs):
+        for one in run.observed:
+            groups.setdefault((number, one.group), []).append(one.episode)
     return Workload(tuple(tuple(members) for members in groups.values()))
-
-
-def recording_seconds(config: RunConfig, run_path: Path, until: float) -> float:
-    """From the end of an episode to its being in the bank, mean over those that ended by `until`; 0 where the timeline
-    has no episodes.
-
-    Episodes carry no id on the timeline; they are recorded in the order in which they end, so times pair in order.
-    """
-    ends = sorted(i.end for i in read_timeline(run_path) if i.stage == "episode" and i.end <= until)
-    engine = make_engine(config.bank_url)
-    recorded = viewing.finish_times(engine)
-    engine.dispose()
-    pairs = [at - end for at, end in zip(recorded, ends, strict=False)]
-    return max(0.0, float(np.mean(pairs))) if pairs else 0.0
 
 
 def _policy(config: RunConfig, recording: float) -> RolloutPolicy:
@@ -204,197 +109,128 @@ def _policy(config: RunConfig, recording: float) -> RolloutPolicy:
     )
 
 
-# ---------------------------------------------------------------- engines
-
-
-def fit_engines(
-    config: RunConfig,
-    observed: Sequence[Observed],
-    timeline: Sequence[Interval],
-    rows: Sequence[dict[str, Any]],
-) -> tuple[EngineModel, float]:
-    """Speed of the engines, and the interference between them and the trainer."""
-    starts = np.array([one.start for one in observed])
-    ends = np.array([one.end for one in observed])
-    seconds = np.array([one.engine_seconds for one in observed])
-    tokens = np.array([one.episode.actions for one in observed], dtype=float)
-    turns = np.array([len(one.episode.turns) for one in observed], dtype=float)
-    life = np.maximum(ends - starts, 1e-9)
-    running = (
-        Cumulative(list(zip(starts, ends, strict=True))).over(starts, ends) / life / config.engines.count
-    )
-    paused = Cumulative(_pauses(timeline, rows)).over(starts, ends)
-    computing = Cumulative(_intervals(timeline, _COMPUTING)).over(starts, ends)
-    share = np.clip((computing - paused) / life, 0.0, 1.0)
-    target = np.maximum(seconds - paused, 1e-6)
-    (base, per_request, request), interference = fit_speed(tokens, turns, running, share, target)
-    # An episode that is not being decoded (request sent or answered, tool at work) does not load the engine: of the
-    # episodes counted as running, only this share did.
-    decoding = float((target - request * turns).sum() / (life - paused).sum())
-    model = EngineModel(
-        config.engines.count,
-        max(base, _LEAST_STEP_BASE),
-        per_request / max(decoding, 0.1),
-        request_seconds=request,
-    )
-    return model, interference
-
-
-def fit_speed(
-    tokens: Array, turns: Array, running: Array, share: Array, seconds: Array
-) -> tuple[tuple[float, float, float], float]:
-    """(step_base, step_per_request, request_seconds) and interference that explain `seconds`; see the module.
-
-    One entry per trajectory. running: requests on its engine, mean over its time. share: of its time in which the
-    trainer computed.
-    """
-    best: tuple[float, Array, float] | None = None
-    for interference in _INTERFERENCES:
-        load = 1 + interference * share
-        features = np.stack([tokens * load, tokens * running * load, turns], axis=1)
-        coefficients = non_negative_least_squares(features, seconds)
-        # Least squares need not meet the mean, which decides throughput.
-        coefficients *= seconds.sum() / max((features @ coefficients).sum(), 1e-12)
-        error = float(np.sum((features @ coefficients - seconds) ** 2))
-        if best is None or error < best[0]:
-            best = error, coefficients, float(interference)
-    assert best is not None
-    base, per_request, request = (float(c) for c in best[1])
-    return (base, per_request, request), best[2]
-
-
-def non_negative_least_squares(features: Array, target: Array) -> Array:
-    """argmin |features x - target|² over x >= 0, by trying every set of active columns (there are few columns)."""
-    columns = features.shape[1]
-    best, best_error = np.zeros(columns), float(target @ target)
-    for size in range(1, columns + 1):
-        for active in itertools.combinations(range(columns), size):
-            solution = np.linalg.lstsq(features[:, active], target, rcond=None)[0]
-            if (solution < 0).any():
-                continue
-            error = float(np.sum((features[:, active] @ solution - target) ** 2))
-            if error < best_error:
-                best, best_error = np.zeros(columns), error
-                best[list(active)] = solution
-    return best
-
-
-def _intervals(timeline: Sequence[Interval], stages: Sequence[str]) -> list[tuple[float, float]]:
-    return [(i.start, i.end) for i in timeline if i.stage in stages] or [(0.0, 0.0)]
-
-
-def _pauses(timeline: Sequence[Interval], rows: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """When the engines stood still: the end of each publishing."""
-    paused = {row["step"]: row.get("publish/paused_seconds", 0.0) for row in rows}
-    return [
-        (i.end - paused[i.step], i.end) for i in timeline if i.stage == "publish" and paused.get(i.step)
-    ] or [(0.0, 0.0)]
-
-
-def _engines_busy(observed: Sequence[Observed], timeline: Sequence[Interval]) -> float:
-    """Share of the trainer's computing time in which at least one trajectory is with an engine."""
-    events = sorted([(one.start, 1) for one in observed] + [(one.end, -1) for one in observed])
-    open_now, since, busy = 0, 0.0, []
-    for time, change in events:
-        if open_now == 0:
-            since = time
-        open_now += change
-        if open_now == 0:
-            busy.append((since, time))
-    first, last = events[0][0], events[-1][0]
-    spans = [
-        (max(a, first), min(b, last)) for a, b in _intervals(timeline, _COMPUTING) if b > first and a < last
-    ]
-    if not spans:
-        return 0.0
-    starts, ends = (np.array(side) for side in zip(*spans, strict=True))
-    overlap = Cumulative(busy or [(0.0, 0.0)]).over(starts, ends).sum()
-    return float(min(1.0, overlap / max((ends - starts).sum(), 1e-9)))
-
-
-# ---------------------------------------------------------------- rollout
-
-
-def episodes_running(run_path: Path, rows: Sequence[dict[str, Any]]) -> float:
-    """Episodes running, mean over the time of `rows`; 0 where the timeline has none."""
-    episodes = [(i.start, i.end) for i in read_timeline(run_path) if i.stage == "episode"]
-    if not episodes:
-        return 0.0
-    start, end = np.array([rows[0]["time"]]), np.array([rows[-1]["time"]])
-    return float(Cumulative(episodes).over(start, end)[0] / (end - start)[0])
-
-
-def fit_life(scenario: Scenario, seconds: float) -> Scenario:
-    """`scenario` with its engines' times scaled so that an episode lives `seconds` on average.
+def life_factor(scenario: Scenario, seconds: float) -> float:
+    """By what its engines' times must be multiplied for an episode to live `seconds` on average.
 
     The fit by trajectory takes the load averaged over a trajectory's life, though it makes most of its tokens while the
     load is low; what that leaves is a common factor.
     """
     result = simulate(scenario, steps=_FIT_STEPS)
-    simulated = result.episodes_running * result.step_seconds / scenario.rollout.batch  # Little's law
-    factor, engines = seconds / simulated, scenario.engines
+    return seconds / (result.episodes_running * result.step_seconds / scenario.rollout.batch)  # Little's law
+
+
+def slower(engines: EngineModel, factor: float) -> EngineModel:
+    """All that a request takes, times `factor`."""
     return replace(
-        scenario,
-        engines=replace(
-            engines,
-            step_base=factor * engines.step_base,
-            step_per_request=factor * engines.step_per_request,
-            request_seconds=factor * engines.request_seconds,
-        ),
+        engines,
+        step_base=factor * engines.step_base,
+        step_per_request=factor * engines.step_per_request,
+        request_seconds=factor * engines.request_seconds,
     )
 
 
-def fit_turnaround(scenario: Scenario, running: float) -> Scenario:
-    """`scenario` with the turnaround at which as many episodes run as were measured (0 where even that is too few).
+def fit_turnaround(scenario: Scenario, running: float) -> float:
+    """The turnaround at which as many episodes run as were measured (0 where even that is too few).
 
     It is the one number that no file of a run holds; bisection over simulations, as more of it is fewer episodes.
     """
 
-    def attempt(seconds: float) -> tuple[Scenario, float]:
+    def episodes(seconds: float) -> float:
         tried = replace(scenario, rollout=replace(scenario.rollout, turnaround=seconds))
-        return tried, simulate(tried, steps=_FIT_STEPS).episodes_running
+        return simulate(tried, steps=_FIT_STEPS).episodes_running
 
     low, high = 0.0, 0.05
-    fitted, most = attempt(low)
-    if not running or most <= running:
-        return fitted
-    while attempt(high)[1] > running and high < _LONGEST_TURNAROUND:
+    if not running or episodes(low) <= running:
+        return low
+    while episodes(high) > running and high < _LONGEST_TURNAROUND:
         low, high = high, 2 * high
+    middle = high
     for _ in range(6):
         middle = (low + high) / 2
-        fitted, found = attempt(middle)
-        low, high = (middle, high) if found > running else (low, middle)
-    return fitted
+        low, high = (middle, high) if episodes(middle) > running else (low, middle)
+    return middle
+
+
+# ---------------------------------------------------------------- engines
+
+
+def fit_engines(runs: Sequence[Measured]) -> EngineModel:
+    """Speed of the engines, and how the trainer slows them down."""
+    tokens, turns, running, share, seconds, alive = (
+        np.concatenate(column) for column in zip(*map(_engine_samples, runs), strict=True)
+    )
+    slowed = np.stack([tokens, tokens * running], axis=1)
+    (base, per_request, request), interference = fit_slowdown(slowed, turns[:, None], share, seconds)
+    # An episode that is not being decoded (request sent or answered, tool at work) does not load the engine: of the
+    # episodes counted as running, only this share did.
+    decoding = float((seconds - request * turns).sum() / alive.sum())
+    return EngineModel(
+        runs[0].config.engines.count,
+        max(float(base), _LEAST_STEP_BASE),
+        float(per_request) / max(decoding, 0.1),
+        request_seconds=float(request),
+        interference=interference,
+    )
+
+
+def _engine_samples(run: Measured) -> tuple[Array, ...]:
+    """By trajectory: tokens sampled, turns, requests running on its engine (mean), share of its time in which the
+    trainer computed, seconds with the engine, seconds of life; pauses taken out of the seconds."""
+    starts = np.array([one.start for one in run.observed])
+    ends = np.array([one.end for one in run.observed])
+    life = np.maximum(ends - starts, 1e-9)
+    running = Cumulative(list(zip(starts, ends, strict=True))).over(starts, ends) / life / run.config.engines.count
+    paused = run.pauses().over(starts, ends)
+    share = np.clip((run.computing().over(starts, ends) - paused) / life, 0.0, 1.0)
+    seconds = np.maximum(np.array([one.engine_seconds for one in run.observed]) - paused, 1e-6)
+    tokens = np.array([one.episode.actions for one in run.observed], dtype=float)
+    turns = np.array([len(one.episode.turns) for one in run.observed], dtype=float)
+    return tokens, turns, running, share, seconds, life - paused
 
 
 # ---------------------------------------------------------------- trainer
 
 
-def fit_trainer(config: RunConfig, rows: Sequence[dict[str, Any]], load: float) -> TrainerModel:
-    """load: factor by which the engines slowed the trainer down while it was measured."""
-    updated = [row for row in rows if row.get("seconds/update") and row["batch/trained"]]
-    if not updated:
+def fit_trainer(runs: Sequence[Measured], interference: float) -> TrainerModel:
+    """interference: the engines', taken for the trainer's where the runs cannot tell."""
+    tokens, share, seconds = (np.concatenate(c) for c in zip(*map(_update_samples, runs), strict=True))
+    if not len(seconds):
         raise UserError(
             "no step of the run was an update (no batch had a signal); calibrate from another run"
         )
-    shares = np.array([row["batch/trained"] / row["batch/trajectories"] for row in rows])
-    tokens = np.array(
-        [row["batch/tokens"] * row["batch/trained"] / row["batch/trajectories"] for row in updated]
-    )
-    seconds = np.array([row["seconds/update"] for row in updated]) / load
     features = np.stack([np.ones_like(tokens), tokens], axis=1)
-    fixed, per_token = (float(c) for c in non_negative_least_squares(features, seconds))
-    times = np.array([row["time"] for row in rows])
-    own = np.array([row["seconds/step"] for row in rows])
+    tried = INTERFERENCES if share.std() >= _LEAST_SPREAD else np.array([interference])
+    coefficients, interference = fit_slowdown(features, np.empty((len(tokens), 0)), share, seconds, tried)
+    fixed, per_token = (float(value) for value in coefficients)
+    trained = [row["batch/trained"] / row["batch/trajectories"] for run in runs for row in run.rows]
     return TrainerModel(
-        nodes=config.trainer.nodes,
+        nodes=runs[0].config.trainer.nodes,
         update_fixed=fixed,
-        update_per_token=per_token * config.trainer.nodes,
-        forward_share=_forward_share(rows, per_token),
-        trained_share=float(shares.mean()),
-        overhead=float(np.maximum(np.diff(times) - own[1:], 0.0).mean()),
-        poll=_trainer_poll(config),
+        update_per_token=per_token,
+        forward_share=_forward_share(runs, per_token, interference),
+        trained_share=float(np.mean(trained)),
+        overhead=_overhead(runs, interference),
+        poll=_trainer_poll(runs[0].config),
+        interference=interference,
     )
+
+
+def _update_samples(run: Measured) -> tuple[Array, ...]:
+    """By update: tokens trained per node, share of it in which the engines worked, seconds."""
+    rows = [row for row in run.rows if row.get("seconds/update") and row["batch/trained"]]
+    tokens = [row["batch/tokens"] * row["batch/trained"] / row["batch/trajectories"] for row in rows]
+    share = run.beside_stage("update", rows) if rows else np.empty(0)
+    return np.array(tokens) / run.config.trainer.nodes, share, np.array([row["seconds/update"] for row in rows])
+
+
+def _overhead(runs: Sequence[Measured], interference: float) -> float:
+    """Seconds between two steps, alone."""
+    alone = [
+        (end - start) / (1 + interference * share)
+        for run in runs
+        for (start, end), share in zip(run.gaps, run.beside(run.gaps), strict=True)
+    ]
+    return float(np.mean(alone))
 
 
 def _trainer_poll(config: RunConfig) -> float:
@@ -402,38 +238,41 @@ def _trainer_poll(config: RunConfig) -> float:
     return config.rollout.poll_s / 2
 
 
-def _forward_share(rows: Sequence[dict[str, Any]], per_token: float) -> float:
-    """Forward-only pass against update, per token, where the run made such passes; else the default (a third)."""
-    pairs = [
-        (row["seconds/old_logits/forward"], row["old_logits/forward_tokens"])
-        for row in rows
-        if row.get("seconds/old_logits/forward") and row.get("old_logits/forward_tokens")
-    ]
-    if not pairs or not per_token:
-        return TrainerModel().forward_share
-    return sum(seconds for seconds, _ in pairs) / sum(tokens for _, tokens in pairs) / per_token
+def _forward_share(runs: Sequence[Measured], per_token: float, interference: float) -> float:
+    """Forward-only pass against update, per token, where a run made such passes; else the default (a third)."""
+    seconds = tokens = 0.0
+    for run in runs:
+        rows = [row for row in run.rows if row.get("old_logits/forward_tokens")]
+        shares = run.beside_stage("old_logits", rows) if rows else np.empty(0)
+        for row, share in zip(rows, shares, strict=True):
+            seconds += row.get("seconds/old_logits/forward", 0.0) / (1 + interference * share)
+            tokens += row["old_logits/forward_tokens"] / run.config.trainer.nodes
+    return seconds / tokens / per_token if seconds and per_token else TrainerModel().forward_share
 
 
-def _publish(config: RunConfig, rows: Sequence[dict[str, Any]], load: float) -> PublishModel:
-    published = [row for row in rows if row.get("publish/seconds")]
-    if not published:
-        return PublishModel(every=config.publish.every)
-    paused = float(np.mean([row["publish/paused_seconds"] for row in published]))
-    whole = float(np.mean([row["seconds/publish"] for row in published]))
-    return PublishModel(
-        seconds=paused + max(0.0, whole - paused) / load,
-        paused=paused,
-        every=config.publish.every,
-        retract=_retracts(config),
-    )
+def _publish(runs: Sequence[Measured], interference: float) -> PublishModel:
+    config = runs[0].config
+    model = PublishModel(every=config.publish.every, retract=_retracts(config))
+    paused, alone = [], []
+    for run in runs:
+        rows = [row for row in run.rows if row.get("publish/seconds")]
+        shares = run.beside_stage("publish", rows) if rows else np.empty(0)
+        for row, share in zip(rows, shares, strict=True):
+            paused.append(row["publish/paused_seconds"])
+            alone.append(max(0.0, row["seconds/publish"] - paused[-1]) / (1 + interference * share))
+    if not paused:
+        return model
+    still = float(np.mean(paused))
+    return replace(model, seconds=still + float(np.mean(alone)), paused=still)
 
 
 def _retracts(config: RunConfig) -> bool:
     return config.publish.pause_mode == "retract"
 
 
-def _old_logits(config: RunConfig, rows: Sequence[dict[str, Any]]) -> OldLogitModel:
-    source = config.old_logits.source
+def _old_logits(run: Measured) -> OldLogitModel:
+    rows: Sequence[dict[str, Any]] = run.rows
+    source = run.config.old_logits.source
     kind = {"linear": "rollout", "loglinear": "rollout", "snapshot_full": "snapshot"}.get(source, source)
     if kind == "start" and any(row.get("seconds/old_logits/forward") for row in rows):
         kind = "start_pass"

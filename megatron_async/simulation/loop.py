@@ -161,8 +161,7 @@ class _Loop:
         self._finish()
 
     def _finish(self) -> None:
-        self.step.stages["overhead"] = self.scenario.trainer.overhead
-        self.clock.after(self.scenario.trainer.overhead, self._commit)
+        self._compute("overhead", self.scenario.trainer.overhead, self._commit)
 
     def _commit(self) -> None:
         step = self.step
@@ -205,14 +204,14 @@ class _Loop:
 
     def _trainer_speed(self) -> float:
         share = sum(engine.computes for engine in self.engines) / len(self.engines)
-        return 1.0 / (1.0 + self.scenario.interference * share)
+        return 1.0 / (1.0 + self.scenario.trainer.interference * share)
 
     def _engines_changed(self) -> None:
         if self.work is not None:
             self.work.set_speed(self._trainer_speed())
 
     def _set_engine_speeds(self) -> None:
-        speed = 1.0 / (1.0 + self.scenario.interference) if self.trainer_computes else 1.0
+        speed = 1.0 / (1.0 + self.scenario.engines.interference) if self.trainer_computes else 1.0
         for engine in self.engines:
             engine.set_speed(0.0 if self.paused else speed)
 

@@ -1,7 +1,7 @@
 """What is simulated: engines, trainer, publishing, old log-probs, and the policy of the rollout. Times in seconds.
 
-All classes are frozen; numbers come from `calibration` or from the user. `shared` hosts: where trainer and engines
-compute on the same processors, each slows the other down by `interference`.
+All classes are frozen; numbers come from `calibration` or from the user. Where trainer and engines compute on the same
+processors, each slows the other down: `interference` says by how much (0: separate machines; 1: twice as long).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class EngineModel:
     """Continuous batching: with k requests running, one decoding step takes `step_base + step_per_request * k` and
     gives each of them a token. A context token costs `prefill` decoding steps' worth of its request's progress (cached
     prefixes are free until the weights change). request_seconds: what a request takes beside decoding, half
-    of it before."""
+    of it before. interference: decoding takes 1 + interference times as long while the trainer computes."""
 
     count: int = 1
     step_base: float = 0.02
     step_per_request: float = 0.0
     prefill: float = 0.0
     request_seconds: float = 0.0
+    interference: float = 0.0
 
     def step_seconds(self, running: int) -> float:
         """Seconds of one decoding step with `running` requests on one engine."""
@@ -41,7 +42,7 @@ class TrainerModel:
     """An update takes `update_fixed + update_per_token * tokens / nodes` at full speed; a forward-only pass the share
     `forward_share` of the part that grows with tokens. trained_share: of the groups of a batch, those that enter the
     loss (groups without a signal are left out). overhead: between two steps (commit, metrics). poll: between two looks
-    at the bank."""
+    at the bank. interference: all it computes takes 1 + interference times as long while all engines work."""
 
     nodes: int = 1
     update_fixed: float = 0.0
@@ -50,6 +51,7 @@ class TrainerModel:
     trained_share: float = 1.0
     overhead: float = 0.0
     poll: float = 0.0
+    interference: float = 0.0
 
     def update_seconds(self, tokens: float, nodes: float) -> float:
         return self.update_fixed + self.update_per_token * tokens / nodes
@@ -115,8 +117,7 @@ class RolloutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One loop. interference: on shared hosts, how much longer trainer and engines take while both compute (0: separate
-    machines; 1: twice as long)."""
+    """One loop."""
 
     workload: Workload
     engines: EngineModel = EngineModel()
@@ -124,7 +125,6 @@ class Scenario:
     publish: PublishModel = PublishModel()
     old_logits: OldLogitModel = OldLogitModel()
     rollout: RolloutPolicy = RolloutPolicy()
-    interference: float = 0.0
 
     def __post_init__(self) -> None:
         rollout, trainer = self.rollout, self.trainer

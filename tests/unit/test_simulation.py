@@ -146,12 +146,11 @@ def test_throttled_staleness_never_exceeds_its_bound(
             turns=3, actions_per_turn=30, actions_spread=1.2, prompt=40, observation=10, tool_seconds=0.2,
             tool_spread=1.0, stock=200,
         ),
-        EngineModel(2, 0.005, 0.001, 0.02, 0.05),
-        TrainerModel(2, update, 1e-5, overhead=0.01),
+        EngineModel(2, 0.005, 0.001, 0.02, 0.05, interference=0.5),
+        TrainerModel(2, update, 1e-5, overhead=0.01, interference=1.5),
         PublishModel(0.1, 0.05, every),
         OldLogitModel(source, 0.1, 0.05, 0.2),  # type: ignore[arg-type]
         RolloutPolicy(bound, concurrency, groups, 3, turnaround=turnaround),
-        interference=0.5,
     )  # fmt: skip
     result = simulate(scenario, steps=12, warm_up=2, seed=seed)
     assert result.gap_max <= bound
@@ -226,12 +225,23 @@ def test_a_loop_that_cannot_go_on_says_so() -> None:
 
 
 def test_interference_stretches_both_sides_while_both_compute() -> None:
-    """Synchronous: never together, nothing changes. Asynchronous, trainer slower: always together, all takes longer."""
-    shared = replace(SCENARIO, interference=0.5, publish=PublishModel())
+    """Synchronous: never together, nothing changes. Asynchronous: always together, and the slower side decides, by what
+    the other slows it down."""
+    shared = replace(
+        SCENARIO, publish=PublishModel(), engines=replace(SCENARIO.engines, interference=0.25),
+        trainer=replace(SCENARIO.trainer, interference=0.5),
+    )  # fmt: skip
     assert simulate(shared, steps=10).step_seconds == pytest.approx(1.0 + 0.5 + 0.05)
-    slow = with_rollout(replace(shared, trainer=TrainerModel(update_fixed=0.8)), bound=8, concurrency=64)
-    # 64 places give four batches in a second alone, so the trainer decides, and an engine always computes beside it.
-    assert simulate(slow, steps=40, warm_up=20).step_seconds == pytest.approx(0.8 * 1.5, rel=0.05)
+
+    def seconds(update: float, concurrency: int) -> float:
+        trainer = TrainerModel(update_fixed=update, interference=0.5)
+        loop = with_rollout(replace(shared, trainer=trainer), bound=8, concurrency=concurrency)
+        return simulate(loop, steps=40, warm_up=20).step_seconds
+
+    # 64 places give four batches in a second alone: the trainer decides, and an engine always computes beside it.
+    assert seconds(0.8, 64) == pytest.approx(0.8 * 1.5, rel=0.05)
+    # 8 places give a batch in two seconds; the trainer computes 0.9 of them, in which they come to 1 / 1.25.
+    assert seconds(0.6, 8) == pytest.approx(2.0 + 0.9 * 0.2, rel=0.05)
 
 
 def test_work_at_a_changing_speed() -> None:
