@@ -6,7 +6,7 @@ the command can be stopped and started again; `--write` makes docs/benchmarks/fa
 Flavours of a run, in turns:
   sqlite      bank and run folder on a small tmpfs that is filled up; needs the right to mount (else no full disk)
   postgresql  bank on a server of its own whose connections are cut; needs PostgreSQL
-  sglang      `launch` itself with a real SGLang server instead of scripted engines, which is slow to start
+  sglang      `launch` itself with real SGLang servers instead of scripted engines, which are slow to start
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills-per-run", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="of a run")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="of the trainer, in turns")
+    parser.add_argument("--servers", type=int, default=2, help="SGLang servers of a run called sglang")
     parser.add_argument("--model", type=Path, help="checkpoint to start from; default: a tiny one is made")
     flavours = ("sqlite", "postgresql", "sglang")
     parser.add_argument("--flavours", nargs="+", choices=flavours, default=list(flavours[:2]))
@@ -111,7 +112,7 @@ def play(args: argparse.Namespace, model: Path, flavour: str, number: int) -> di
             changes["bank"] = {"url": database.new_database()}
         if flavour == "sglang":
             changes |= {
-                "engines": {"count": 1, "mem_fraction_static": 0.1, "max_total_tokens": 32768},
+                "engines": {"count": args.servers, "mem_fraction_static": 0.1, "max_total_tokens": 32768},
                 "publish": {"transport": "distributed", "deadline_s": 60},
             }
         config = write_config(folder, model, **changes)
@@ -171,7 +172,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     conditions = (
         f"{len(rows)} runs by bank or engine ({tally('flavour')}) and by trainer ({tally('trainer')}), "
         f"{sum(row['steps'] for row in rows)} steps, {sum(row['updates'] for row in rows)} policy updates, "
-        f"{sum(row['finished'] for row in rows)} finished trajectories; desk episodes; a live SGLang server in runs "
+        f"{sum(row['finished'] for row in rows)} finished trajectories; desk episodes; live SGLang servers in runs "
         f"called sglang, scripted engines in the others; "
         f"{', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
     )
