@@ -44,6 +44,7 @@ while True:
         break
     dist.broadcast(torch.empty(size.item(), dtype=torch.uint8), 0)
     dist.barrier()
+dist.destroy_process_group()
 """
 
 
