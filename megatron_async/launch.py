@@ -35,6 +35,7 @@ from megatron_async.roles import Roles
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.rollout.evaluation_files import results_folder
+from megatron_async.rollout.recorded_tasks import training_on
 from megatron_async.router import router
 from megatron_async.silence import Silence
 from megatron_async.stopping import Stopping
@@ -69,7 +70,7 @@ def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address
     tasks = training_tasks(config)
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=resume)
-        training_record.begin(config, training_record.REINFORCED, tasks)
+        training_record.begin(config, training_on(config, training_record.REINFORCED, tasks))
         try:
             with stop_on_signals():
                 _run(config, files, address)
@@ -95,7 +96,7 @@ def sft(config: RunConfig, *, fresh: bool = False) -> int:
         )
     with claimed(config.run_path):
         files = create_folder(config, fresh=fresh, resume=None)
-        training_record.begin(config, training_record.WARM_START, tasks)
+        training_record.begin(config, training_on(config, training_record.WARM_START, tasks))
         part = Part("warm start", trainer_command(config, str(files.config), "sft"), files.logs / "sft.log")
         return _watched([part], "warm start", "action_loss", config, files.checkpoint)
 

@@ -86,7 +86,7 @@ def record_training(recorded: Path, config: RunConfig) -> None:
     """
     known = training_record.read(recorded)
     if known is None:  # of an earlier release
-        training_record.begin(config, training_record.REINFORCED, None)
+        training_record.begin(config, training_record.unlisted(config, training_record.REINFORCED))
         return
     earlier = training_record.read(Path(config.model.path)) or []
     training_record.write(config.run_path, [*earlier, *known])

@@ -7,13 +7,13 @@ Invariants
   warm start on evaluation tasks is not forgotten by what follows it.
 - What is not on record is unknown, never denied: without a file nothing is claimed, and what the first recorded
   training began with is unknown.
-- Tasks are compared by `identity`, whatever split, mode or file they come from; only digests of that are kept. Neither
-  paths nor addresses nor credentials are in the file.
+- Of tasks only digests are kept, and neither paths nor addresses nor credentials are in the file.
+
+How tasks are listed and compared: `rollout.recorded_tasks`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,17 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import UserError
-from megatron_async.rollout.environments.base import DescribedTaskSource, Task, TaskSource
 
 if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
     from megatron_async.config.schema import RunConfig
-from megatron_async.credentials import hidden_credentials
 
 FILE = "trained_on.json"
 _FORMAT = 1
-_LISTED = 20_000
-"""Tasks up to which a source's tasks are listed: 0.3 MB."""
-_DIGITS = 12
 REINFORCED = "reinforcement learning"
 WARM_START = "warm start"
 _SHOWN = ("domain", "category", "split", "exclude_splits")
@@ -56,30 +51,22 @@ class Training:
     digests: list[str] | None = None
 
 
-def training(config: RunConfig, kind: str, source: TaskSource | None) -> Training:
-    """A training of this configuration; source: its training tasks, None where they cannot be asked."""
-    name = config.environment.name
-    if source is None:
-        return Training(kind, config.name, name)
-    with hidden_credentials(config.environment):  # all that is asked here may be the environment's own code
-        size = source.size
-        about = source.described() if isinstance(source, DescribedTaskSource) else {}
-        listed = size is not None and size <= _LISTED
-        digests = sorted({_digest(name, source.task(index)) for index in range(size or 0)}) if listed else None
-    return Training(kind, config.name, name, about, size, digests)
+def unlisted(config: RunConfig, kind: str) -> Training:
+    """A training of this configuration whose tasks cannot be asked for."""
+    return Training(kind, config.name, config.environment.name)
 
 
-def begin(config: RunConfig, kind: str, source: TaskSource | None) -> None:
+def begin(config: RunConfig, training: Training) -> None:
     """Write the record of a run that is to train: first what its checkpoint has, and, where a run goes on, what it has
     been trained on already. Raises UserError for a record that is damaged."""
     earlier = [*(read(Path(config.model.path)) or ()), *(read(config.run_path) or ())]
-    write(config.run_path, [*earlier, training(config, kind, source)])
+    write(config.run_path, [*earlier, training])
 
 
 def begin_if_missing(config: RunConfig, kind: str) -> None:
     """For ranks that were started without `launch` or `sft`: a record without a list of tasks, if there is none."""
     if not (config.run_path / FILE).exists():
-        begin(config, kind, None)
+        begin(config, unlisted(config, kind))
 
 
 def write(folder: Path, trainings: Sequence[Training]) -> None:
@@ -123,24 +110,8 @@ def of_engines(model: Path, run: Path | None, versions: Sequence[int]) -> list[T
     return read(run) if run is not None and any(versions) else read(model)
 
 
-def compared(trainings: Sequence[Training] | None, environment: str, tasks: TaskSource, count: int) -> dict[str, Any]:
-    """JSON for reports: the trainings, and how many of the first `count` tasks are theirs too; {} if none is known."""
-    if trainings is None:
-        return {}
-    count = count if tasks.size is None else min(count, tasks.size)
-    known = {digest for item in trainings for digest in item.digests or ()}
-    shared = sum(_digest(environment, tasks.task(index)) in known for index in range(count))
-    told = [{name: value for name, value in asdict(item).items() if name != "digests"} for item in trainings]
-    return {
-        "trainings": told,
-        "evaluated": count,
-        "shared": shared,
-        "unlisted": sum(item.digests is None for item in trainings),
-    }
-
-
 def describe(known: Mapping[str, Any]) -> str:
-    """A sentence or two for people. known: as of `compared`."""
+    """A sentence or two for people. known: as of `rollout.recorded_tasks.compared`."""
     if not known:
         return "Unknown what it was trained on."
     told = "; then ".join(_described(item) for item in known["trainings"])
@@ -152,11 +123,6 @@ def describe(known: Mapping[str, Any]) -> str:
     return f"Trained, by its record: {told}; {shared}. What came before that is unknown."
 
 
-def identity(task: Task) -> str:
-    """What a task is called wherever it occurs: `data["identity"]` where an environment gives one, else its id."""
-    return str(task.data.get("identity", task.task_id))
-
-
 def _described(item: Mapping[str, Any]) -> str:
     about = [f"{name.replace('_', ' ')} {_listed(item['about'][name])}" for name in _SHOWN if item["about"].get(name)]
     count = "tasks not counted" if item["tasks"] is None else f"{item['tasks']} tasks"
@@ -165,7 +131,3 @@ def _described(item: Mapping[str, Any]) -> str:
 
 def _listed(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _digest(environment: str, task: Task) -> str:
-    return hashlib.sha256(f"{environment}\0{identity(task)}".encode()).hexdigest()[:_DIGITS]

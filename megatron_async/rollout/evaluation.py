@@ -43,6 +43,7 @@ from megatron_async.rollout.evaluation_subject import (
     write_subject,
 )
 from megatron_async.rollout.loop_watchdog import watched_loop
+from megatron_async.rollout.recorded_tasks import compared
 from megatron_async.rollout.sampling import evaluation_sampling
 from megatron_async.trajectory import SamplingParams, Trajectory
 from sglang_bridge.event_loop import BackgroundLoop
@@ -254,7 +255,7 @@ async def _evaluate_engines(config: RunConfig, urls: Sequence[str], folder: Path
             sampling=asdict(sampling) | _template_options(config),
             limits=limits.of_policy(),
             seed=config.seed,
-            training=training_record.compared(known, config.environment.name, source, config.evaluation.tasks),
+            training=compared(known, config.environment.name, source, config.evaluation.tasks),
         )
         same = conditions(config, source, subject, versions=versions, waits=asdict(limits))
         play = engine_player(pool, source, chat, sampling, limits)

@@ -33,7 +33,7 @@ class Subject:
     kind: "engines" (of a run), "checkpoint" or "endpoint". model: its name in results. place: the folder whose weights
     the engines began with, or the address. digest: of that folder (`checkpoint_digest`); "" for an endpoint. sampling,
     limits: what was asked for. seed: of the task source. training: what is known of its training, and how many of the
-    evaluated tasks are among the tasks of it (`training_record.compared`); {} where nothing is.
+    evaluated tasks are among the tasks of it (`recorded_tasks.compared`); {} where nothing is.
     """
 
     kind: str

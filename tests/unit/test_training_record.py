@@ -23,6 +23,7 @@ from megatron_async.rollout.evaluation import evaluate
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
 from megatron_async.rollout.evaluation_subject import Subject
+from megatron_async.rollout.recorded_tasks import compared, training_on
 from megatron_async.training_record import REINFORCED, WARM_START
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.scripted_rollout import ScriptedSource
@@ -42,7 +43,8 @@ def trained(folder: Path, model: Path, environment: EnvironmentConfig, kind: str
     config = RunConfig(name=folder.name, run_dir=str(folder.parent), model=began_with, environment=environment)
     checkpoint = config.run_path / "checkpoint"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    training_record.begin(config, kind, build_task_source(environment, "train", config.seed))
+    tasks = build_task_source(environment, "train", config.seed)
+    training_record.begin(config, training_on(config, kind, tasks))
     training_record.carry(config.run_path, checkpoint)
     return checkpoint
 
@@ -51,7 +53,7 @@ def known_of(checkpoint: Path, environment: EnvironmentConfig) -> dict[str, Any]
     """As an evaluation of the checkpoint on all held-out tasks of the environment has it."""
     heldout = build_task_source(environment, "heldout", 0)
     assert heldout.size is not None
-    return training_record.compared(training_record.read(checkpoint), environment.name, heldout, heldout.size)
+    return compared(training_record.read(checkpoint), environment.name, heldout, heldout.size)
 
 
 @requires_tau2
@@ -125,7 +127,7 @@ def test_the_record_holds_no_address_key_or_path(tmp_path: Path, monkeypatch: py
 
 def test_nothing_is_claimed_without_a_record(tmp_path: Path) -> None:
     assert training_record.read(tmp_path) is None
-    assert training_record.compared(None, "tau2", ScriptedSource(), 3) == {}
+    assert compared(None, "tau2", ScriptedSource(), 3) == {}
     result = play(Subject("endpoint", "m", "http://host:1/v1"))
     assert describe(result).count("Unknown what it was trained on.") == 1
     assert result.labels == {}
@@ -182,8 +184,8 @@ def play(subject: Subject) -> EvaluationResult:
 
 def test_what_is_on_record_stands_on_the_page_and_in_the_row() -> None:
     config = RunConfig(name="r", model=ModelConfig("m"), environment=EnvironmentConfig("own:tasks"))
-    record = [training_record.training(config, REINFORCED, Tasks(size=3))]
-    known = training_record.compared(record, "own:tasks", ScriptedSource(), 4)
+    record = [training_on(config, REINFORCED, Tasks(size=3))]
+    known = compared(record, "own:tasks", ScriptedSource(), 4)
     result = play(Subject("checkpoint", "m", "m", training=known))
     assert result.as_dict()["labels"] == {"trained_on_evaluation_tasks": "3"}
     page = describe(result)
@@ -201,7 +203,7 @@ def test_a_run_is_what_its_checkpoint_was_until_it_publishes(tmp_path: Path, sma
             source = build_task_source(config.environment, "train", config.seed)
             for folder, environment in ((model, "earlier"), (config.run_path, "this")):
                 named = replace(config, environment=EnvironmentConfig(environment))
-                training_record.write(folder, [training_record.training(named, REINFORCED, source)])
+                training_record.write(folder, [training_on(named, REINFORCED, source)])
             for engine.version in (0, 3):
                 await asyncio.to_thread(evaluation.evaluate_run, config, tmp_path / "results")
             rows = [row["subject"]["training"]["trainings"] for row in read_evaluations(config.run_path)]
