@@ -42,7 +42,7 @@ def _configuration(
 
 
 def _dry_run(config: RunConfig) -> int:
-    from megatron_async import task_checks
+    from megatron_async.rollout import task_checks
 
     try:
         task_checks.training_tasks(config)

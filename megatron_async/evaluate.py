@@ -23,8 +23,8 @@ from megatron_async.rollout.chat_endpoint import EndpointOptions
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
 from megatron_async.rollout.evaluation_files import results_folder
 from megatron_async.rollout.evaluation_statistics import EvaluationResult, describe
+from megatron_async.rollout.task_checks import heldout_tasks
 from megatron_async.supervise import PartFailed, StopRequested, stop_on_signals
-from megatron_async.task_checks import heldout_tasks
 
 logger = logging.getLogger(__name__)
 

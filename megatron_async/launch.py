@@ -36,6 +36,7 @@ from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.evaluation import evaluate_engines
 from megatron_async.rollout.evaluation_files import results_folder
 from megatron_async.rollout.recorded_tasks import training_on
+from megatron_async.rollout.task_checks import heldout_tasks, training_tasks
 from megatron_async.router import router
 from megatron_async.silence import Silence
 from megatron_async.stopping import Stopping
@@ -48,7 +49,6 @@ from megatron_async.supervise import (
     supervised,
     watch,
 )
-from megatron_async.task_checks import heldout_tasks, training_tasks
 from sglang_bridge import BridgeError
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_async.bank import Bank
+from megatron_async.bank.lineage import Lineage
 from megatron_async.bank.requests import FINISHED, PHASE
 from megatron_async.beside import LAST, NOTHING, SILENCE_S, PartBeside
 from megatron_async.config.schema import RunConfig
@@ -29,7 +30,6 @@ from megatron_async.old_logits.snapshot import SnapshotSource
 from megatron_async.peers import Inbox, PeerGone, PeerLink
 from megatron_async.snapshots.transfer import Follower, VersionStep
 from megatron_async.training.batch import join_messages, split_messages
-from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
 
 T = TypeVar("T")

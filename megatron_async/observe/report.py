@@ -18,12 +18,12 @@ from rich.text import Text
 
 from megatron_async import training_record
 from megatron_async.errors import UserError
+from megatron_async.labels import describe_labels
 from megatron_async.observe import metrics as names
 from megatron_async.observe.drawing import draw_timeline, text_timeline, typical_step
 from megatron_async.observe.files import RunFiles
 from megatron_async.observe.progress import duration, short_number
 from megatron_async.observe.timeline import Interval, read_timeline
-from megatron_async.rollout.evaluation_statistics import describe_labels
 
 _BAR = 30
 _WIDTH = 110

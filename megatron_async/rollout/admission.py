@@ -8,7 +8,7 @@ Invariants
   admission counts from, so that younger ones cannot overtake it beyond the bound.
 - Nobody waits for ever: whenever nothing may start, something runs, or a whole batch waits to be taken.
 
-Versions are counted in updates along the lineage (`training.lineage`), never in ids, which run ahead of the updates
+Versions are counted in updates along the lineage (`bank.lineage`), never in ids, which run ahead of the updates
 once a run was resumed. Symbols: B = trajectories per trainer step (`groups * group_size`). An update consumes B
 trajectories, so what was accepted before the trainer's version t is t * B, whatever was lost, filtered or repeated on
 the way. With lag-n publishing the engines sample with the last published version, up to n - 1 updates behind the

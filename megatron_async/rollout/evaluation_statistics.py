@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_async import training_record
 from megatron_async.errors import UserError
+from megatron_async.labels import TRAINED_ON, describe_labels
 from megatron_async.rollout.estimators import (
     interval,
     intervals_over_tasks,
@@ -23,9 +24,6 @@ from megatron_async.rollout.estimators import (
     standard_error,
 )
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
-
-TRAINED_ON = "trained_on_evaluation_tasks"
-"""In the info of a reward, and among labels: how many evaluation tasks are among those of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +165,6 @@ def describe_passes(values: Mapping[str, Any]) -> list[str]:
 
 def _span(interval: tuple[float, float] | None) -> str:
     return "unknown" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
-
-
-def describe_labels(labels: Mapping[str, str]) -> list[str]:
-    """Lines that state what is unusual about the numbers."""
-    told = dict(labels)
-    trained = told.pop(TRAINED_ON, None)
-    lines = [f"**{name.replace('_', ' ')}: {value}.**" for name, value in sorted(told.items())]
-    if trained is not None:
-        lines.append(f"**{trained} of the evaluated tasks were among the training tasks: no benchmark number.**")
-    return lines
 
 
 def describe_subject(stated: Mapping[str, Any], benchmark: Mapping[str, Any]) -> list[str]:

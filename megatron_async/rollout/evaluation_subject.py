@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
+from megatron_async.labels import TRAINED_ON
 from megatron_async.rollout.environments.base import TaskSource
-from megatron_async.rollout.evaluation_statistics import TRAINED_ON
 
 if TYPE_CHECKING:  # reports are also written in processes that have none of our packages
     from megatron_async.config.schema import RunConfig

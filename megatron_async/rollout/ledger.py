@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State, Version
+from megatron_async.bank.lineage import Lineage
 from megatron_async.bank.requests import FINISHED, PHASE, WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.errors import UserError
 from megatron_async.rollout.numbers import Numbers
-from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

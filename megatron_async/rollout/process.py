@@ -15,8 +15,8 @@ from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.engines import build_pool, serving_engines, with_engines
 from megatron_async.rollout.loop_watchdog import end_process, watched_loop
 from megatron_async.rollout.numbers import claim_name
+from megatron_async.rollout.task_checks import training_tasks
 from megatron_async.roster import read_roster
-from megatron_async.task_checks import training_tasks
 
 
 def main(config: RunConfig) -> int:

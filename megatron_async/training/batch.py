@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_async.bank import Bank
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.sequences import Sequence
 from megatron_async.errors import UserError
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch_wait import BatchWait
 from megatron_async.training.control import Control
-from megatron_async.training.lineage import Lineage
 from megatron_async.training.stopping import StopAsked
 from megatron_async.trajectory import Trajectory
 

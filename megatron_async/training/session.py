@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_async import training_record
 from megatron_async.bank import Bank
+from megatron_async.bank.lineage import Lineage
 from megatron_async.bank.requests import FINISHED, PHASE, TRAINING
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
@@ -28,7 +29,6 @@ from megatron_async.training.checkpointing import Checkpoints, Stateful
 from megatron_async.training.control import Control
 from megatron_async.training.engine_group import EngineGroup
 from megatron_async.training.interruption import Interruption
-from megatron_async.training.lineage import Lineage
 from megatron_async.training.metrics import filter_metrics, step_metrics, update_metrics
 from megatron_async.training.publishing import Published, WeightPublisher
 from megatron_async.training.scores import KeptScores

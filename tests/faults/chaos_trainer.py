@@ -17,12 +17,12 @@ import urllib.request
 from typing import Any
 
 from megatron_async.bank import Bank
+from megatron_async.bank.lineage import Lineage
 from megatron_async.bank.requests import PHASE, PUBLISHED, TRAINING
 from megatron_async.config import load
 from megatron_async.config.schema import RunConfig
 from megatron_async.observe import RunFiles
 from megatron_async.roster import read_roster
-from megatron_async.training.lineage import Lineage
 from megatron_async.training.stopping import StopRequest
 
 UPDATE_VARIABLE = "CHAOS_UPDATE_S"

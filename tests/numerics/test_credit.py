@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config import RunConfig, from_dict
 from megatron_async.engine.critic import Values
 from megatron_async.engine.sequences import Sequence
 from megatron_async.training.batch import Batch, to_sequences
 from megatron_async.training.credit import BaselineCredit, CriticCredit, build_credit, to_episodes
-from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from tests.engine_batches import VOCAB
 from tests.engine_reference import make_model

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_async.training.lineage import Lineage
+from megatron_async.bank.lineage import Lineage
 
 
 def test_what_waits_over_two_resumes_is_needed_as_long_as_it_is_within_the_bound() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config.schema import ObjectiveConfig
 from megatron_async.engine.policy import TrainStepResult
 from megatron_async.engine.sequences import Sequence
@@ -17,7 +18,6 @@ from megatron_async.objectives import Normaliser, build_objective
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.train import Loop
 from megatron_async.training.batch import Batch, to_sequences
-from megatron_async.training.lineage import Lineage
 from megatron_async.training.loss import token_batch, train_in_parts
 from megatron_async.training.metrics import active_fraction, update_metrics
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config import ConfigError, check, load
 from megatron_async.rollout.admission import MODES, UNLIMITED, Admission, InPlay, LengthBias
-from megatron_async.training.lineage import Lineage
 from tests.unit.configs import write_config
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config.schema import LayoutConfig
 from megatron_async.training import checkpointing
 from megatron_async.training.checkpointing import MANIFEST, list_generations, read_generation
-from megatron_async.training.lineage import Lineage
 
 
 def write_generation(folder: Path, steps: int) -> Path:

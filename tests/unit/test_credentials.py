@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_async import task_checks
 from megatron_async.bank import Bank, State
 from megatron_async.config import from_dict
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
-from megatron_async.rollout import environments, process
+from megatron_async.rollout import environments, process, task_checks
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.endpoint_policy import endpoint_options, evaluate_endpoint
 from megatron_async.rollout.environments import AssistantTurn, Environment, Message, Split, Start, Step, Task

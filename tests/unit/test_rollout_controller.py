@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from megatron_async.bank import Bank, State
+from megatron_async.bank.lineage import Lineage
 from megatron_async.config.schema import BatchConfig, ModelConfig, PublishConfig, RolloutConfig, RunConfig
 from megatron_async.observe import StatusWriter, Timeline, read_status, read_timeline
 from megatron_async.rollout.controller import RolloutController
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
 from megatron_async.rollout.members import RolloutFailure
-from megatron_async.training.lineage import Lineage
 from megatron_async.trajectory import Status, Trajectory
 from sglang_bridge import EnginePool
 from tests.bank_support import end, running, states

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.errors import MissingHere
+from megatron_async.labels import TRAINED_ON
 from megatron_async.rollout.environments import bfcl_bounds
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Split, Start, Step, Task
 
@@ -195,7 +196,7 @@ class BfclTasks:
     def task(self, index: int) -> Task:
         """Task `index`; IndexError past the end."""
         number = self.order[index]
-        stamp = {"trained_on_evaluation_tasks": self.size} if self.trained else {}
+        stamp = {TRAINED_ON: self.size} if self.trained else {}
         return Task(f"bfcl-{self.category}-{number}", {"number": number, **stamp})
 
     def folder_name(self) -> str:
@@ -204,7 +205,7 @@ class BfclTasks:
 
     def labels(self) -> dict[str, str]:
         """That training is on the tasks of evaluations. Who is evaluated need not have been trained so."""
-        return {"trained_on_evaluation_tasks": str(self.size)} if self.trained else {}
+        return {TRAINED_ON: str(self.size)} if self.trained else {}
 
     def described(self) -> dict[str, Any]:
         """Which tasks these are."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megatron_async.labels import TRAINED_ON, describe_labels
 from megatron_async.rollout.environments.base import Outcome
 from megatron_async.rollout.environments.tau2 import reward, users
 from megatron_async.rollout.environments.tau2.domain import Domain
@@ -35,12 +36,7 @@ from megatron_async.rollout.estimators import (
     pass_at_k,
     pass_hat_k,
 )
-from megatron_async.rollout.evaluation_statistics import (
-    TRAINED_ON,
-    describe_labels,
-    describe_passes,
-    describe_subject,
-)
+from megatron_async.rollout.evaluation_statistics import describe_passes, describe_subject
 from megatron_async.rollout.evaluation_subject import read_subject
 
 SUCCESS = 1.0 - 1e-6

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_async.labels import TRAINED_ON
 from megatron_async.rollout.environments.base import Split
 from megatron_async.rollout.environments.tau2.options import Tau2Options
 
@@ -43,7 +44,7 @@ def stamp(options: Tau2Options, split: Split, benchmark: str, shared: int) -> di
     if options.tool_descriptions != _DEFAULTS["tool_descriptions"]:
         result["tool_descriptions"] = options.tool_descriptions
     if shared:
-        result["trained_on_evaluation_tasks"] = shared
+        result[TRAINED_ON] = shared
     return result
 
 
@@ -52,7 +53,7 @@ def labels(stamp: Mapping[str, Any]) -> dict[str, str]:
     found = {name: str(stamp[name]) for name, usual in _ALWAYS.items() if stamp[name] != usual}
     if stamp["user"] in ("scripted", "recorded"):
         found["user"] = stamp["user"]
-    unusual = (*_FILES, *_LIMITS, "tool_descriptions", "trained_on_evaluation_tasks")
+    unusual = (*_FILES, *_LIMITS, "tool_descriptions", TRAINED_ON)
     return found | {name: str(stamp[name]) for name in unusual if name in stamp}
 
 
