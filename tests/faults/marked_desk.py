@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_async.rollout.environments import AssistantTurn, Split, Step, Task
 from megatron_async.rollout.environments.desk import DeskEnvironment, DeskTasks
-from megatron_async.rollout.environments.desk import build as build_desk
+from megatron_async.rollout.environments.desk_options import build as build_desk
 
 NAME = f"{__name__}:build"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config.schema import EnvironmentConfig
-from megatron_async.rollout.environments import AssistantTurn, Step, ToolCall, build_task_source
+from megatron_async.rollout.environments import AssistantTurn, Step, ToolCall, build_task_source, desk_options
 from megatron_async.rollout.environments.base import Environment, TaskSource
 from megatron_async.rollout.environments.desk import TRAIN_TASKS, DeskEnvironment, DeskTasks
 from megatron_async.rollout.environments.desk_agents import CAREFUL, Habits, Script, script
@@ -285,5 +285,5 @@ def test_unknown_names_and_options_are_refused() -> None:
         build_task_source(EnvironmentConfig(options={"polcy": "x"}), "train", 0)
     with pytest.raises(ValueError, match="unknown split 'test'"):
         build_task_source(EnvironmentConfig(), "test", 0)  # type: ignore[arg-type]
-    own = f"{DeskTasks.__module__}:build"
+    own = f"{desk_options.__name__}:build"
     assert build_task_source(EnvironmentConfig(name=own), "train", 0).task(0).task_id.startswith("desk-")

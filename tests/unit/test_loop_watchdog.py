@@ -69,7 +69,6 @@ def test_a_process_that_was_stopped_is_no_blocked_loop(caplog: pytest.LogCapture
 
 BLOCKS = """
 import time
-from megatron_async.rollout.environments.desk import *
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.config.schema import EnvironmentConfig
 

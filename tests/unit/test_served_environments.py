@@ -34,7 +34,7 @@ from megatron_async.rollout.environments.served import client, process, protocol
 from megatron_async.rollout.environments.served.client import ServedTasks, serve_tasks
 from tests.unit.tau2_support import altered, play, requires_tau2, sample_ids
 
-DESK = "megatron_async.rollout.environments.desk:build"
+DESK = "megatron_async.rollout.environments.desk_options:build"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -51,7 +51,7 @@ Factory = Callable[[Mapping[str, Any], Split, int], TaskSource]
 
 ENVIRONMENTS: dict[str, str] = {
     "bfcl": "megatron_async.rollout.environments.bfcl:build",
-    "desk": "megatron_async.rollout.environments.desk:build",
+    "desk": "megatron_async.rollout.environments.desk_options:build",
     "tau2": "megatron_async.rollout.environments.tau2:build",
 }
 

@@ -12,6 +12,8 @@ Invariants
 - Everything is a function of the task's number and the policy: no clock, no network, no hidden randomness.
 - Held-out task numbers are the first `HELDOUT_TASKS`, in the same order for every seed, so success rates of different
   runs are comparable; training numbers come after them, in an order that the run's seed decides.
+
+Tasks from the options of a configuration: `desk_options`.
 """
 
 from __future__ import annotations
@@ -20,16 +22,12 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_async.rollout.environments.base import AssistantTurn, Message, Split, Start, Step, Task
 from megatron_async.rollout.environments.desk_policy import OUTCOMES, DeskPolicy, policy_from
 from megatron_async.rollout.environments.desk_world import TOOLS, DeskTask, draw_task
-
-if TYPE_CHECKING:  # it builds on this module
-    from megatron_async.rollout.environments.desk_schedule import ScheduledDeskTasks
 
 HELDOUT_TASKS = 10_000
 TRAIN_TASKS = 990_000
@@ -177,32 +175,3 @@ class DeskTasks:
         while math.gcd(stride, TRAIN_TASKS) != 1:
             stride += 1
         return (stride * index + rng.randrange(TRAIN_TASKS)) % TRAIN_TASKS
-
-
-def build(options: Mapping[str, Any], split: Split, seed: int) -> DeskTasks | ScheduledDeskTasks:
-    """The desk from its options.
-
-    `policy`, a name in `desk_policy.POLICIES` or the fields of a `DeskPolicy`, and `pool`, the number of training
-    tasks; or instead `schedule`, a list of `{policy, tasks}`, and `stated` (see `desk_schedule`).
-    """
-    from megatron_async.rollout.environments.desk_schedule import ScheduledDeskTasks, parse_schedule
-
-    unknown = sorted(set(options) - {"policy", "pool", "schedule", "stated"})
-    if unknown:
-        raise ValueError(
-            f"unknown options of the desk environment: {', '.join(unknown)}. Known: policy, pool, schedule, stated"
-        )
-    if "schedule" not in options:
-        if "stated" in options:
-            raise ValueError(
-                "desk: the option stated belongs to a schedule; without one the policy is stated"
-            )
-        pool = options.get("pool", TRAIN_TASKS)
-        if not isinstance(pool, int) or not 1 <= pool <= TRAIN_TASKS:
-            raise ValueError(f"desk: pool is {pool!r}; it is a number of tasks from 1 to {TRAIN_TASKS}")
-        return DeskTasks(split, policy_from(options.get("policy", "cancel_allowed")), seed, pool)
-    if "policy" in options or "pool" in options:
-        raise ValueError("desk: give either policy (and pool) or schedule, whose phases name their policies")
-    return ScheduledDeskTasks(
-        split, parse_schedule(options["schedule"]), seed, bool(options.get("stated", True))
-    )
