@@ -19,7 +19,7 @@ text (ids are the truth).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple
 from typing import Any
 
@@ -29,14 +29,16 @@ import numpy.typing as npt
 from megatron_async import trajectory_format
 from megatron_async.trajectory_format import Header, Record
 from megatron_async.trajectory_values import (
-    INT16_MAX,
     SamplingParams,
     Status,
     TrajectoryError,
     Turn,
     VersionSpan,
+    extended_routing,
     json_object,
     logprob_array,
+    placed_spans,
+    push_merged,
     token_array,
 )
 
@@ -135,8 +137,8 @@ class Trajectory:
         if finish_reason == "":
             raise TrajectoryError(f"{self._name}: finish_reason is empty; use None while the turn goes on")
         self._check_turn_budget(len(tokens))
-        placed = self._place_spans(tuple(spans), len(tokens))
-        routed = self._extended_routing(routed_experts, self._length + len(tokens))
+        placed = placed_spans(tuple(spans), len(tokens), self._length, self._name)
+        routed = extended_routing(self._routed, routed_experts, self._length + len(tokens), self._name)
 
         versions = np.empty(len(tokens), np.int32)
         for span in placed:
@@ -146,7 +148,7 @@ class Trajectory:
         self._append(tokens, values, versions)
         self._routed = routed
         for span in placed:
-            _push_merged(self._spans, span)
+            push_merged(self._spans, span)
         if finish_reason is not None:
             self._close_turn(finish_reason)
 
@@ -190,7 +192,7 @@ class Trajectory:
         self._refuse_if_finished("drop_open_turn")
         if self._open_turn is None:
             return 0
-        dropped = self._length - self._open_turn
+        dropped = self._open_tokens
         self.withdraw(dropped)
         self._open_turn = None
         return dropped
@@ -201,7 +203,7 @@ class Trajectory:
         Raises TrajectoryError when the turn does not hold so many.
         """
         self._refuse_if_finished("withdraw")
-        held = 0 if self._open_turn is None else self._length - self._open_turn
+        held = self._open_tokens
         if not 0 <= count <= held:
             raise TrajectoryError(f"{self._name}: {count} tokens cannot be withdrawn, the open turn holds {held}")
         start = self._length - count
@@ -331,8 +333,7 @@ class Trajectory:
         max_tokens: limit of the whole trajectory, context included. A resumed partial response thus gets the rest
         of its budget, not a fresh one.
         """
-        used = 0 if self._open_turn is None else self._length - self._open_turn
-        left = self.sampling.max_new_tokens - used
+        left = self.sampling.max_new_tokens - self._open_tokens
         return max(0, left if max_tokens is None else min(left, max_tokens - self._length))
 
     # ------------------------------------------------------------------ bytes
@@ -373,6 +374,11 @@ class Trajectory:
     def _name(self) -> str:
         return f"trajectory {self.trajectory_id!r} (length {self._length})"
 
+    @property
+    def _open_tokens(self) -> int:
+        """How many tokens the turn still open holds."""
+        return 0 if self._open_turn is None else self._length - self._open_turn
+
     def _refuse_if_finished(self, operation: str) -> None:
         if self.finished:
             raise TrajectoryError(f"{self._name}: {operation} after it was finished as {self.status.value}")
@@ -398,64 +404,15 @@ class Trajectory:
         self._open_turn = None
 
     def _check_turn_budget(self, count: int) -> None:
-        used = 0 if self._open_turn is None else self._length - self._open_turn
+        used = self._open_tokens
         if used + count > self.sampling.max_new_tokens:
             raise TrajectoryError(
                 f"{self._name}: {used} + {count} tokens exceed the turn's budget of {self.sampling.max_new_tokens}; "
                 "a continued turn must ask for remaining_new_tokens()"
             )
 
-    def _place_spans(self, spans: Sequence[VersionSpan], count: int) -> list[VersionSpan]:
-        """Chunk-relative spans to absolute ones; raises unless they tile [0, count)."""
-        position = 0
-        for span in spans:
-            if span.start != position:
-                raise TrajectoryError(f"{self._name}: spans must tile [0, {count}); got {_shown(spans)}")
-            position = span.end
-        if position != count:
-            raise TrajectoryError(
-                f"{self._name}: spans cover {position} of the chunk's {count} tokens; got {_shown(spans)}"
-            )
-        shift = self._length
-        return [VersionSpan(s.version, s.start + shift, s.end + shift, s.kv_version) for s in spans]
-
-    def _extended_routing(self, routed: npt.ArrayLike | None, length: int) -> npt.NDArray[Any] | None:
-        """The recorded rows plus the new ones of a whole-sequence array of `length` - 1 rows."""
-        if routed is None:
-            return self._routed
-        array = np.asarray(routed)
-        if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length - 1:
-            raise TrajectoryError(
-                f"{self._name}: routed experts must be integers [{length - 1}, layers, top-k] for the whole sequence "
-                f"of {length} tokens; got {array.dtype} {list(array.shape)}"
-            )
-        old = self._routed
-        if old is not None and old.shape[1:] != array.shape[1:]:
-            raise TrajectoryError(
-                f"{self._name}: routed experts changed shape from {old.shape[1:]} to {array.shape[1:]}"
-            )
-        if array.size and not (array.min() >= 0 and array.max() <= INT16_MAX):
-            raise TrajectoryError(
-                f"{self._name}: expert ids must be in [0, {INT16_MAX}]; got {array.min()}..{array.max()}"
-            )
-        known = 0 if old is None else len(old)
-        fresh = array[known:].astype(np.uint8 if not array.size or array.max() < 256 else np.int16)
-        return fresh if old is None else np.concatenate([old, fresh])
-
 
 # ---------------------------------------------------------------------- helpers
-
-
-def _push_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
-    last = spans[-1] if spans else None
-    if last and (last.end, last.version, last.kv_version) == (span.start, span.version, span.kv_version):
-        spans[-1] = VersionSpan(span.version, last.start, span.end, span.kv_version)
-    else:
-        spans.append(span)
-
-
-def _shown(spans: Sequence[VersionSpan]) -> str:
-    return "[" + ", ".join(f"[{s.start},{s.end})->{s.version}" for s in spans[:16]) + "]"
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -1,8 +1,12 @@
-"""The values a trajectory is made of, each checked where it is made, and the checks on raw arrays."""
+"""The values a trajectory is made of, each checked where it is made, and the checks on what is appended.
+
+`name` is the trajectory's, for messages.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -13,7 +17,7 @@ import numpy.typing as npt
 # A float32 log-softmax of a near-certain token can round to a hair above 0; anything larger is not a log-prob.
 LOGPROB_ROUNDING = 1e-5
 _INT32_MAX = 2**31 - 1
-INT16_MAX = 2**15 - 1
+_INT16_MAX = 2**15 - 1
 
 
 class TrajectoryError(ValueError):
@@ -128,3 +132,49 @@ def json_object(value: dict[str, Any] | None, what: str) -> dict[str, Any]:
     if not isinstance(copy, dict):
         raise TrajectoryError(f"{what} must be a JSON object, got {type(value).__name__}")
     return copy
+
+
+def placed_spans(spans: Sequence[VersionSpan], count: int, at: int, name: str) -> list[VersionSpan]:
+    """Spans of a chunk of `count` tokens, moved to where it is appended; raises unless they tile [0, count)."""
+    position = 0
+    for span in spans:
+        if span.start != position:
+            raise TrajectoryError(f"{name}: spans must tile [0, {count}); got {_shown(spans)}")
+        position = span.end
+    if position != count:
+        raise TrajectoryError(f"{name}: spans cover {position} of the chunk's {count} tokens; got {_shown(spans)}")
+    return [VersionSpan(s.version, s.start + at, s.end + at, s.kv_version) for s in spans]
+
+
+def push_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span, or lengthen the last one where it says the same."""
+    last = spans[-1] if spans else None
+    if last and (last.end, last.version, last.kv_version) == (span.start, span.version, span.kv_version):
+        spans[-1] = VersionSpan(span.version, last.start, span.end, span.kv_version)
+    else:
+        spans.append(span)
+
+
+def _shown(spans: Sequence[VersionSpan]) -> str:
+    return "[" + ", ".join(f"[{s.start},{s.end})->{s.version}" for s in spans[:16]) + "]"
+
+
+def extended_routing(
+    known: npt.NDArray[Any] | None, routed: npt.ArrayLike | None, length: int, name: str
+) -> npt.NDArray[Any] | None:
+    """The rows known so far plus the new ones of a whole-sequence array of `length` - 1 rows."""
+    if routed is None:
+        return known
+    array = np.asarray(routed)
+    if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length - 1:
+        raise TrajectoryError(
+            f"{name}: routed experts must be integers [{length - 1}, layers, top-k] for the whole sequence "
+            f"of {length} tokens; got {array.dtype} {list(array.shape)}"
+        )
+    if known is not None and known.shape[1:] != array.shape[1:]:
+        raise TrajectoryError(f"{name}: routed experts changed shape from {known.shape[1:]} to {array.shape[1:]}")
+    if array.size and not (array.min() >= 0 and array.max() <= _INT16_MAX):
+        raise TrajectoryError(f"{name}: expert ids must be in [0, {_INT16_MAX}]; got {array.min()}..{array.max()}")
+    rows = 0 if known is None else len(known)
+    fresh = array[rows:].astype(np.uint8 if not array.size or array.max() < 256 else np.int16)
+    return fresh if known is None else np.concatenate([known, fresh])
