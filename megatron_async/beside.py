@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine import platform
 from megatron_async.observe import StatusWriter, Timeline
-from megatron_async.training.control import Control
+from megatron_async.training.control import MARGIN_S, Control
 
 T = TypeVar("T")
 Counters = Mapping[str, float]
@@ -24,7 +24,6 @@ LAST, NOTHING = b"E", b"N"
 """Kinds of message from rank 0 that every part knows."""
 SILENCE_S = 10.0
 """Rank 0 speaks at least this often."""
-_CONTROL_MARGIN_S = 120.0
 
 
 class PartBeside(ABC):
@@ -33,7 +32,7 @@ class PartBeside(ABC):
     def __init__(self, config: RunConfig, name: str) -> None:
         self.config = config
         self.leads = dist.get_rank() == 0
-        self._control = Control(config.trainer.deadline_s + _CONTROL_MARGIN_S)
+        self._control = Control(config.trainer.deadline_s + MARGIN_S)
         self._status = StatusWriter(config.run_path, name) if self.leads else None
         self._timeline = Timeline(config.run_path if self.leads else None, name)
 

@@ -18,12 +18,9 @@ from megatron_async import __version__
 from megatron_async.config import check, load, shown
 from megatron_async.config.describe import describe
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import MissingHere, UserError, leave_message
+from megatron_async.errors import EXIT_STOPPED, EXIT_USER_ERROR, MissingHere, UserError, leave_message
 from megatron_async.heart import BEATS_VARIABLE, beat
 from megatron_async.supervise import PART_VARIABLE, end_with_parent
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 Handler = Callable[[argparse.Namespace], int]
 if TYPE_CHECKING:
@@ -325,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:  # before, or in a command without, a stop of its own
         print(f"megatron-async {arguments.command}: interrupted", file=sys.stderr)  # noqa: T201
-        return EXIT_INTERRUPTED
+        return EXIT_STOPPED
     except BrokenPipeError:
         # `megatron-async report RUN | head`: the reader has seen enough.
         sys.stderr.close()

@@ -10,6 +10,10 @@ its ranks end with: the run then ends with that message, instead of being tried 
 import os
 from pathlib import Path
 
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 130
+"""Exit code after Ctrl-C, as shells use it."""
+
 ERROR_FILE = "MEGATRON_ASYNC_ERROR_FILE"
 """Environment variable of a part's processes: the file that takes what one of them says the user has to mend."""
 

@@ -15,7 +15,7 @@ from megatron_async import launch
 from megatron_async.claim import claimed
 from megatron_async.config.placement import place
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_STOPPED, UserError
 from megatron_async.fleet import fleet
 from megatron_async.observe import RunFiles
 from megatron_async.rollout import evaluation
@@ -77,7 +77,7 @@ def main(config: RunConfig, policy: EvaluatedPolicy = EvaluatedPolicy()) -> int:
                 result = _alone(config, policy, folder)
     except StopRequested as stop:
         print(f"stopped by {stop}; the same command goes on with what was played")  # noqa: T201
-        return launch.EXIT_STOPPED
+        return EXIT_STOPPED
     print(f"{describe(result)}results: {folder}")  # noqa: T201
     return 0
 

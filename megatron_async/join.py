@@ -12,7 +12,7 @@ from dataclasses import asdict
 from megatron_async import launch, machines
 from megatron_async.config.placement import Node, place
 from megatron_async.config.schema import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_STOPPED, UserError
 from megatron_async.fleet import Fleet, fleet
 from megatron_async.health import Guard
 from megatron_async.machines import Announcement, Machine, machine_file
@@ -45,7 +45,7 @@ def run(config: RunConfig, number: int, address: str | None = None) -> int:
                 _take_part(config, files, nodes[number], lead, where, announcement)
     except StopRequested as stop:
         logger.info("stopped by %s", stop)
-        return launch.EXIT_STOPPED
+        return EXIT_STOPPED
     except BridgeError as error:  # the bridge is usable alone and does not know UserError
         raise UserError(str(error)) from error
     return 0

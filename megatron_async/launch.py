@@ -23,7 +23,7 @@ from megatron_async.config.placement import Node, place, ranks_per_node
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine_key import read_key
 from megatron_async.engine_watch import EngineWatch
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_STOPPED, UserError
 from megatron_async.fleet import fleet
 from megatron_async.health import Guard
 from megatron_async.machines import Others, own_address
@@ -52,9 +52,6 @@ from megatron_async.supervise import (
 from sglang_bridge import BridgeError
 
 logger = logging.getLogger(__name__)
-
-EXIT_STOPPED = 130
-"""Exit code after Ctrl-C, as shells use it."""
 
 
 def run(config: RunConfig, *, fresh: bool = False, resume: bool = False, address: str | None = None) -> int:

@@ -11,6 +11,7 @@ from contextlib import closing
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine.policy import TrainStepResult
 from megatron_async.engine.sequences import Sequence
+from megatron_async.errors import EXIT_STOPPED
 from megatron_async.objectives import build_objective
 from megatron_async.old_logits import AnchorLogprobs, build_source
 from megatron_async.training.batch import Batch, IdleWork, to_sequences, unrewarded_sequences
@@ -22,8 +23,6 @@ from megatron_async.training.publishing import Published
 from megatron_async.training.session import Session
 from megatron_async.training.stopping import LAUNCHER, StopAsked
 from megatron_async.trajectory import Trajectory
-
-EXIT_INTERRUPTED = 130
 
 
 def main(config: RunConfig) -> int:
@@ -40,7 +39,7 @@ def main(config: RunConfig) -> int:
                     session.save(step, loop.parts)
             except StopAsked as stop:
                 session.save_stopped(stop, loop.parts)
-                return 0 if stop.by == LAUNCHER else EXIT_INTERRUPTED
+                return 0 if stop.by == LAUNCHER else EXIT_STOPPED
             session.checkpoints.finish()
             loop.credit.save(session.files.critic)
         session.save_final()

@@ -26,7 +26,7 @@ from rich.table import Table
 from megatron_async.config import ConfigError
 from megatron_async.config.loader import apply_override, parse_yaml
 from megatron_async.config.typed import build, to_plain
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_USER_ERROR, UserError
 from megatron_async.simulation import (
     EngineModel,
     OldLogitModel,
@@ -48,8 +48,6 @@ from tools.simulation_checks import (
     prediction_rows,
     predictions_table,
 )
-
-EXIT_USER_ERROR = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ from statistics import fmean
 from typing import Any
 
 from megatron_async.config import RunConfig, check
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_async.observe import RunFiles
 from megatron_async.observe.rows import RowWriter, read_rows
 from tools import sweep_report
 from tools.sweep_measures import measure
 from tools.sweep_plan import MADE_HERE, Run, Sweep, plan, read_sweep
 
-EXIT_OK, EXIT_FAILURES, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILURES = 0, 1
 
 logger = logging.getLogger("sweep")
 
@@ -145,7 +145,7 @@ def started_from(config: RunConfig, checkpoint: Path) -> RunConfig:
 def _launch(config: RunConfig) -> None:
     from megatron_async import launch
 
-    if launch.run(config, fresh=True) == launch.EXIT_STOPPED:
+    if launch.run(config, fresh=True) == EXIT_STOPPED:
         raise KeyboardInterrupt
 
 
@@ -164,7 +164,7 @@ def warm_start(config: RunConfig) -> Path:
         write_tiny_checkpoint(model, config.seed, TinyShape())
         config = replace(config, model=replace(config.model, path=str(model)))
     logger.info("warm start of seed %d", config.seed)
-    if launch.sft(config, fresh=True) == launch.EXIT_STOPPED:
+    if launch.sft(config, fresh=True) == EXIT_STOPPED:
         raise KeyboardInterrupt
     complete.touch()  # a kill before this line leaves half a checkpoint, which is made again
     return files.checkpoint

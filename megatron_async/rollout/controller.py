@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 _STATUS_S = 0.5
 _SILENCE_S = 60.0
 _LEAST_PAUSE_S = 0.01
-_LONGEST_RETRY_PAUSE_S = 5.0
-_HOPELESS_GROUPS = 8
 _GROUPS_AT_ONCE = 8
 _CLAIM_PATIENCE_S = 10.0
 

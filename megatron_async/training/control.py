@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from megatron_async.errors import PartnerGone, UserError
 
+MARGIN_S = 120.0
+"""How much longer the other ranks wait for rank 0 than it may itself wait for anything."""
+
 _OK, _USER_ERROR, _PARTNER_GONE, _ERROR = 0, 1, 2, 3
 
 

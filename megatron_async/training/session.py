@@ -26,7 +26,7 @@ from megatron_async.observe import MetricsWriter, RunFiles, StatusWriter, Timeli
 from megatron_async.old_logits import AnchorLogprobs
 from megatron_async.training.batch import Batch, BatchFeed
 from megatron_async.training.checkpointing import Checkpoints, Stateful
-from megatron_async.training.control import Control
+from megatron_async.training.control import MARGIN_S, Control
 from megatron_async.training.engine_group import EngineGroup
 from megatron_async.training.interruption import Interruption
 from megatron_async.training.metrics import filter_metrics, step_metrics, update_metrics
@@ -36,7 +36,6 @@ from megatron_async.training.stopping import StopAsked, StopRequest
 
 logger = logging.getLogger(__name__)
 
-_CONTROL_MARGIN_S = 120.0
 _CLAIM = "trainer"
 _CLAIM_S, _CLAIM_PAUSE_S = 60.0, 0.5
 """How long an earlier trainer may take to end. That it was killed shows at once, on PostgreSQL within a minute if its
@@ -81,7 +80,7 @@ class Session:
     def open(cls, config: RunConfig) -> Iterator[Session]:
         """Build the policy from the checkpoint (version 0), connect to bank and engines."""
         policy = Policy.build(config.model, config.layout, config.trainer, config.optimizer, config.seed)
-        session = cls(config, policy, Control(config.trainer.deadline_s + _CONTROL_MARGIN_S))
+        session = cls(config, policy, Control(config.trainer.deadline_s + MARGIN_S))
         try:
             session.resume()
             with session.stop:

@@ -16,6 +16,7 @@ from megatron_async import cli, launch
 from megatron_async.config import load
 from megatron_async.config.placement import Node
 from megatron_async.config.schema import RunConfig
+from megatron_async.errors import EXIT_USER_ERROR
 from megatron_async.fleet import Fleet, Say, server_options
 from megatron_async.observe import RunFiles
 from megatron_async.supervise import Part, python_module
@@ -64,7 +65,7 @@ def main() -> int:
         return launch.run(load(arguments.config, []), resume=True)
     except cli._mendable() as error:
         print(f"launch: {error}", file=sys.stderr)
-        return cli.EXIT_USER_ERROR
+        return EXIT_USER_ERROR
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 
 from megatron_async.bank import Bank
 from megatron_async.config import ConfigError, dump, load
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_USER_ERROR, UserError
 from megatron_async.observe import MetricsWriter, RunFiles, Timeline
 from megatron_async.simulation import (
     EngineModel,
@@ -298,7 +298,7 @@ def test_plans_and_wrong_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[s
         simulate_async.overridden(scenario, ["engines.cuont=8"])
     with pytest.raises(ConfigError, match="expected engines"):
         simulate_async.overridden(scenario, ["optimizer.lr=1"])
-    assert simulate_async.main([str(tmp_path)]) == simulate_async.EXIT_USER_ERROR
+    assert simulate_async.main([str(tmp_path)]) == EXIT_USER_ERROR
     assert "config.yaml" in capsys.readouterr().err
 
 

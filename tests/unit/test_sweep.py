@@ -13,7 +13,7 @@ import pytest
 from megatron_async import launch
 from megatron_async.bank import Bank
 from megatron_async.config import ConfigError, RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from megatron_async.observe import MetricsWriter, append_evaluation
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 from tools import sweep, sweep_report
@@ -134,7 +134,7 @@ def test_identity_follows_every_option_but_names_and_places(file: Path) -> None:
 def test_a_wrong_option_is_refused_before_anything_runs(file: Path, job: FakeJob) -> None:
     with pytest.raises(ConfigError, match=r"linear.*optimiser"):
         plan(read_sweep(file, ["vary.anchor.linear={optimiser.lr: 1}"]), file.parent)
-    assert run(file, "--set", "set={publish.every: 9}") == sweep.EXIT_USER_ERROR
+    assert run(file, "--set", "set={publish.every: 9}") == EXIT_USER_ERROR
     assert job.launched == []
 
 
@@ -155,8 +155,8 @@ def test_finished_runs_are_skipped_and_new_ones_made(file: Path, job: FakeJob) -
 
 
 def test_ctrl_c_leaves_a_sweep_that_goes_on(file: Path, job: FakeJob) -> None:
-    job.ends = {3: launch.EXIT_STOPPED}
-    assert run(file) == sweep.EXIT_STOPPED
+    job.ends = {3: EXIT_STOPPED}
+    assert run(file) == EXIT_STOPPED
     assert [row["status"] for row in rows(file)] == ["finished"] * 2
     assert run(file) == 0
     assert len(job.launched) == 3 + 6  # the interrupted run again, and the rest
@@ -182,7 +182,7 @@ def test_failures_are_recorded_and_run_again_when_asked(
 
 def test_a_run_that_did_not_end_is_a_failure(file: Path, job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "run", lambda config, fresh: 0)  # nothing written
-    assert run(file, "--max-failures", "2") == sweep.EXIT_USER_ERROR
+    assert run(file, "--max-failures", "2") == EXIT_USER_ERROR
     assert [row["status"] for row in rows(file)] == ["failed"] * 2
     assert "did not end" in rows(file)[0]["reason"]
 
@@ -199,7 +199,7 @@ def test_no_run_is_started_that_would_not_end_in_time(file: Path, job: FakeJob) 
 
 def test_two_processes_do_not_share_a_sweep(file: Path, job: FakeJob) -> None:
     with sweep.only_one(file.parent / "out"):
-        assert run(file) == sweep.EXIT_USER_ERROR
+        assert run(file) == EXIT_USER_ERROR
     assert job.launched == []
 
 
