@@ -1,13 +1,17 @@
-"""One real SGLang server for the whole session, and policies whose log-probs are known."""
+"""One real SGLang server for the whole session, policies whose log-probs are known, and one to begin a run with."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sglang_bridge import EngineServer, Publisher, ServerOptions
 from tests.live.policies import Policy, make_policy, updated
+from tools.benchmark_rows import ROOT
 
 # One model's worth of tiny weights in several buckets, so that more than one is in flight.
 BUCKET_BYTES = 200_000
@@ -41,3 +45,11 @@ def url(server: EngineServer, policy: Policy) -> str:
     with Publisher([server.url], transport="disk", pause_mode="abort", deadline_s=30) as publisher:
         publisher.publish_from_disk(0, policy.path)
     return server.url
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untrained policy. Not to be written to."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", path, "--seed", "0"], check=True)
+    return path

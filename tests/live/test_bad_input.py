@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.test_main_job import checkpoint, processes_of, write_config  # noqa: F401
+from tests.live.test_main_job import processes_of, write_config
 from tools.benchmark_rows import ROOT
 
 
@@ -34,7 +34,7 @@ def test_missing_checkpoint(tmp_path: Path) -> None:
     assert "Hugging Face checkpoint" in message
 
 
-def test_missing_checkpoint_file(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_missing_checkpoint_file(checkpoint: Path, tmp_path: Path) -> None:
     """The weights are gone, the configuration is there."""
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
@@ -43,7 +43,7 @@ def test_missing_checkpoint_file(checkpoint: Path, tmp_path: Path) -> None:  # n
     assert str(broken) in message
 
 
-def test_misspelt_key(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_misspelt_key(checkpoint: Path, tmp_path: Path) -> None:
     message = launch(write_config(tmp_path, checkpoint), "--set", "optimizer.learning_rat=1e-4")
     assert "optimizer.learning_rat: unknown key" in message
     message = launch(write_config(tmp_path, checkpoint), "--set", "batch.group=4")
@@ -51,7 +51,7 @@ def test_misspelt_key(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     assert "batch.groups" in message
 
 
-def test_port_in_use(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_port_in_use(checkpoint: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -61,27 +61,27 @@ def test_port_in_use(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     assert "in use" in message or "listen" in message
 
 
-def test_too_few_ranks_for_the_layout(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_too_few_ranks_for_the_layout(checkpoint: Path, tmp_path: Path) -> None:
     message = launch(write_config(tmp_path, checkpoint), "--set", "layout.tensor_model_parallel_size=4")
     assert "world_size" in message
     assert "4" in message
 
 
-def test_batch_not_divisible(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_batch_not_divisible(checkpoint: Path, tmp_path: Path) -> None:
     message = launch(write_config(tmp_path, checkpoint), "--set", "batch.group_size=3")
     assert "groups 3 * group_size 3 = 9" in message
     assert "2 data-parallel ranks (remainder 1)" in message
     assert "set batch.groups to 4" in message
 
 
-def test_server_that_dies_while_starting(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_server_that_dies_while_starting(checkpoint: Path, tmp_path: Path) -> None:
     message = launch(write_config(tmp_path, checkpoint), "--set", "engines.extra_args=[--no-such-option]")
     assert "no-such-option" in message, "the tail of the server's log is in the message"
     assert "while starting" in message
 
 
 @pytest.mark.parametrize("damage", ["no template", "no tools"])
-def test_tokenizer_without_the_tool_template(checkpoint: Path, tmp_path: Path, damage: str) -> None:  # noqa: F811
+def test_tokenizer_without_the_tool_template(checkpoint: Path, tmp_path: Path, damage: str) -> None:
     broken = shutil.copytree(checkpoint, tmp_path / "broken")
     template = broken / "chat_template.jinja"
     if damage == "no template":

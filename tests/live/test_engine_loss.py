@@ -18,7 +18,7 @@ from megatron_async.observe import read_evaluations, read_metrics
 from megatron_async.observe.status import read_status
 from megatron_async.roster import Engine, read_roster, read_router
 from sglang_bridge.router import RouterControl
-from tests.live.test_main_job import checkpoint, processes_of, start, write_config  # noqa: F401  (a fixture)
+from tests.live.test_main_job import processes_of, start, write_config
 from tests.live.under_way import with_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -69,7 +69,7 @@ def check_a_killed_router_comes_back(job: subprocess.Popen[str], run: Path, work
 
 @pytest.mark.parametrize("router", [False, True], ids=["direct", "router"])
 def test_a_killed_engine_comes_back_with_the_published_version(
-    router: bool, checkpoint: Path, tmp_path: Path  # noqa: F811
+    router: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     config = write_config(

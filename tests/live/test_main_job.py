@@ -23,14 +23,6 @@ from tools.benchmark_rows import ROOT
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny untrained policy."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", path, "--seed", "0"], check=True)
-    return path
-
-
 def write_config(folder: Path, checkpoint: Path, **changes: object) -> Path:
     config = {
         "name": "job",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,10 @@ import pytest
 
 from megatron_async.observe import read_metrics
 from tests.live.test_main_job import STEPS, start, write_config
-from tools.benchmark_rows import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([sys.executable, ROOT / "tools/make_tiny_checkpoint.py", "--out", path, "--seed", "0"], check=True)
-    return path
 
 
 def run(folder: Path, checkpoint: Path, anchor: str, **changes: object) -> tuple[Path, Rows]:

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 
 from megatron_async.bank import Bank
 from megatron_async.observe import read_metrics
-from tests.live.test_main_job import checkpoint, start, write_config
+from tests.live.test_main_job import start, write_config
 
-__all__ = ["checkpoint"]
 pytestmark = pytest.mark.slow
 STEPS, WARMUP = 4, 1
 
