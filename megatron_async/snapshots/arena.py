@@ -61,12 +61,6 @@ class HostArena:
                 start, length = before, size + length
             self._free.insert(place, (start, length))
 
-    @property
-    def largest_gap(self) -> int:
-        """Bytes of the largest block that can be allocated now."""
-        with self._lock:
-            return max((length for _, length in self._free), default=0)
-
 
 def _rounded(nbytes: int) -> int:
     return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

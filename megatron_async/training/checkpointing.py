@@ -222,8 +222,6 @@ class Checkpoints:
         """Steps in the newest generation, one that is being written included."""
         self.safe_version = 0
         """Version that a resume would start from now."""
-        self.stall_seconds = 0.0
-        """What the last save made the loop wait."""
 
     def resume(self) -> Generation | None:
         """Load the newest complete generation into the policy and return it; None where there is none.
@@ -296,7 +294,6 @@ class Checkpoints:
 
     def save(self, steps: int, version: int, parts: Mapping[str, Stateful]) -> None:
         """Begin a generation; a save that still runs is finished first."""
-        began = time.perf_counter()
         self.finish()
         self.newest_steps = steps
         states = {name: part.state_dict() for name, part in parts.items()}
@@ -326,7 +323,6 @@ class Checkpoints:
         self._writer.begin(self._policy, aside / _WEIGHTS, partial(written, _WEIGHTS), average)
         for name, files in self._others.items():
             files.begin(aside / name, partial(written, name))
-        self.stall_seconds = time.perf_counter() - began
 
     def poll(self) -> None:
         """Complete the save in progress if its files are written; cheap."""

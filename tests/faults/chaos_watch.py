@@ -40,7 +40,6 @@ class Watch:
     """Looks at the bank ten times a second, in a thread of its own, between `start` and `stop`."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
         self._engine = dialects.make_engine(url)
         self._finished: set[str] = set()
         self._step: dict[str, int] = {}

@@ -40,7 +40,6 @@ class ScriptedEngine:
         self.running = 0
         self.most_running = 0
         self.aborts = 0
-        self.hung_up = 0
         self._abort_generation = 0
         self._goes_on = asyncio.Event()
 
@@ -91,7 +90,7 @@ class ScriptedEngine:
             await self._stream(response, body, self.turn_length(number))
             await response.write(b"data: [DONE]\n\n")
         except ConnectionResetError:
-            self.hung_up += 1  # the client went away, as a cancelled episode does
+            pass  # the client went away, as a cancelled episode does
         finally:
             self.running -= 1
         return response
