@@ -1,4 +1,4 @@
-"""Print A's reparameterisation table: what mask and clip of an interpolated anchor mean on the total ratio π_θ/μ.
+"""What mask and clip of an interpolated anchor mean on the total ratio π_θ/μ: a table of arXiv 2605.12070, made anew.
 
 The windows are found by bisection on the loss kernel itself (which total ratios it masks and clips) and compared with
 the closed form of Proposition 1 and, for the arithmetic proxy, with the values A publishes.

@@ -136,7 +136,7 @@ CASES = [(size, update, window) for size in (1, 4) for update, window in ((2.0, 
 
 
 def staleness(group_size: int, update: float, window: int) -> tuple[float, float]:
-    """(simulated, by formulas §5) mean versions between a trajectory's start and its training; lengths exponential."""
+    """(simulated, expected) mean versions between a trajectory's start and its training; lengths exponential."""
     lengths = np.maximum(1, np.random.default_rng(0).exponential(100, 4000)).astype(int)
     workload = Workload((tuple(Episode((Turn(0, int(n)),)) for n in lengths),))
     policy = RolloutPolicy(

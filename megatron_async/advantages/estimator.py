@@ -1,7 +1,7 @@
 """The advantage estimators of the configuration, on one interface.
 
 Invariants:
-- Groups are found by `group_id`; order and size of groups change nothing (field bug 15).
+- Groups are found by `group_id`; order and size of groups change nothing.
 - A lone sample follows the declared `singleton` policy; it never silently gets 0 or its raw reward.
 - A failure is not a reward: a reward of None or NaN raises.
 """

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over action tokens only (B, formulas §4), vectorised over packed sequences.
+"""Generalised advantage estimation over action tokens only (arXiv 2607.07508), vectorised over packed sequences.
 
 Invariants: observation tokens are dropped before the recursion and get 0, so their number changes nothing; a reward
 recorded on an observation token reaches the last action token before it; sequences never see each other.

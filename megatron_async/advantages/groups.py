@@ -1,4 +1,4 @@
-"""Baselines of one group of rewards (formulas §6). Pure functions on lists.
+"""Baselines of one group of rewards. Pure functions on lists.
 
 Invariant: equal rewards give advantages of exactly 0.0, whatever the rounding of their mean.
 """

@@ -1,4 +1,4 @@
-"""Running baselines: the mean of the latest rewards, per prompt or over all prompts (B's baselines, formulas §4).
+"""Running baselines: the mean of the latest rewards, per prompt or over all prompts (baselines of arXiv 2607.07508).
 
 Invariant: a baseline is made of rewards seen *before* the batch it is compared with; `extend` comes after.
 """

@@ -1,4 +1,4 @@
-"""From a critic's values to per-token advantages and the critic's own targets (B, formulas §4).
+"""From a critic's values to per-token advantages and the critic's own targets (arXiv 2607.07508).
 
 Invariants: V at an action token is that of the state in which it is chosen; policy and critic have λs of their own
 over the same values; off the action tokens both results are 0.

@@ -1,4 +1,4 @@
-"""The loss kernel: L = -(1/N) Σ_t m_t · sg[w_t] · S(ratio_t, Â_t), four independent inputs (formulas §2).
+"""The loss kernel: L = -(1/N) Σ_t m_t · sg[w_t] · S(ratio_t, Â_t), four independent inputs.
 
 Invariants:
 - Presets work on detached values and return S together with its slope ∂S/∂log π. `Attach` hands that slope to autograd,

@@ -1,4 +1,4 @@
-"""Interpolated proximal policies and what they amount to on the total ratio (A, Proposition 1; formulas §3).
+"""Interpolated proximal policies and what they amount to on the total ratio (Proposition 1 of arXiv 2605.12070).
 
 α = 1/(n+1) is the weight on the *behaviour* policy μ for a token n versions old. (A-3PO writes α for the current
 policy.) At n = 0, α is 1 and the proxy is μ itself.

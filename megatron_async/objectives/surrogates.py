@@ -34,7 +34,7 @@ def min_clip(
     """min(r Â, clip(r, low, high) Â); with `dual`, max(that, dual · Â) where Â < 0.
 
     low, high: ends of the clip as ratios, numbers or [T]. A token counts as clipped when its gradient is zeroed:
-    r > high for Â ≥ 0, r < low for Â < 0 (A's MIS form), or r > dual for Â < 0.
+    r > high for Â ≥ 0, r < low for Â < 0 (the MIS form of arXiv 2605.12070), or r > dual for Â < 0.
     """
     ratio = torch.exp(log_ratio)
     positive = advantages >= 0

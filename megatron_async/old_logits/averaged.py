@@ -1,4 +1,4 @@
-"""PPO-EWMA's anchor: the training engine with weights averaged over versions (A; formulas §3).
+"""PPO-EWMA's anchor: the training engine with weights averaged over versions (arXiv 2605.12070).
 
 Invariants:
 - The average is over the optimiser's fp32 masters of this rank's shard, updated once per version.

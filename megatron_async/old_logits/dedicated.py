@@ -1,7 +1,8 @@
-"""Exact old log-probs from a second model on ranks of its own, which scores while the actor trains (A, route 2).
+"""Exact old log-probs from a second model on ranks of its own, which scores while the actor trains.
 
 The actor's rank records each version and sends the difference to the scorer rank that holds the same part of the model;
 the scorer (`megatron_async/scorer.py`) scores finished trajectories into the bank. At batch time the actor only reads.
+Route 2 of arXiv 2605.12070.
 
 Invariants:
 - Every value was computed under its token's own version; what the scorer has not scored is waited for, up to a

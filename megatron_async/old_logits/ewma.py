@@ -1,9 +1,9 @@
-"""PPO-EWMA: the weight average whose log-probs stand in for the old policy (A, formulas §3). Pure torch, no Megatron.
+"""PPO-EWMA: the weight average whose log-probs stand in for the old policy (arXiv 2605.12070). Pure torch, no Megatron.
 
     w ← 1 + β w_old;   θ_prox ← θ/w + β (w_old/w) θ_prox;   start w = 1, θ_prox = θ
 
 Invariants:
-- The recursion is normalised: a constant θ gives θ_prox = θ at every step, from the first (field bug 20).
+- The recursion is normalised: a constant θ gives θ_prox = θ at every step, from the first.
 - The average lives in float32 on the optimiser's master weights, whatever the model computes in.
 - A reset makes θ_prox = θ and w = 1, and is counted.
 Closed form: θ_prox(t) = Σ_k β^{t-k} θ(k) / Σ_k β^{t-k}. Its centre of mass tends to β/(1-β) = W/2 versions back for a

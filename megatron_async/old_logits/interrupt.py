@@ -1,7 +1,7 @@
-"""Exact old log-probs without a history: every token is scored before its version leaves the trainer (A, route 3).
+"""Exact old log-probs without a history: every token is scored before its version leaves the trainer.
 
 Before each update generation stops, partial trajectories are written down, and the resident weights score every token
-of their version that has no old log-prob yet, into a pool.
+of their version that has no old log-prob yet, into a pool. Route 3 of arXiv 2605.12070.
 
 Invariants:
 - A token is scored under resident weights of its own version or not at all; one that was missed has no anchor (NaN),

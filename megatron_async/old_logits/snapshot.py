@@ -7,7 +7,7 @@ Invariants:
 - A version that cannot be restored raises before anything is forwarded; no other weights stand in for it.
 - A token that was sampled over another version's KV cache is scored, but never called exact.
 - What was scored ahead, while the trainer waited, is what would be scored at batch time: same versions, same cuts.
-Formula source: A, route 1 (formulas §3).
+Route 1 of arXiv 2605.12070.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class OldLogitSource(Protocol):
 
 
 class StartSource(OldLogitSource):
-    """π_async: the training engine with the weights at the start of this update (formulas: `start_logprobs`).
+    """π_async: the training engine with the weights at the start of this update.
 
     With `separate_pass` false the training forward supplies them: with one update per batch they are the same
     numbers, and a pass of its own would only cost time.

@@ -1,4 +1,4 @@
-"""What the old log-probs of a batch cost, for each source (formulas §3, routes to π_old). Pure arithmetic."""
+"""What the old log-probs of a batch cost, for each source. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Result:
 
     @property
     def start_gap_mean(self) -> float:
-        """Mean over trajectories of the versions between start and training: the staleness of formulas §5."""
+        """Mean over trajectories of the versions between start and training: the staleness of `staleness`."""
         return _mean([gap for step in self.steps for gap in step.start_gaps])
 
     @property

@@ -1,4 +1,4 @@
-"""Mean staleness of a fully asynchronous loop in closed form (arXiv 2607.18722; formulas §5)."""
+"""Mean staleness of a fully asynchronous loop in closed form (arXiv 2607.18722)."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def constant(actions: int, context: int = 0, tool_seconds: float = 0.0) -> Workl
 
 
 def maximum_over_mean(lengths: Sequence[float], group_size: int) -> float:
-    """M = E[max of `group_size` lengths] / E[length], members independent (formulas §5)."""
+    """M = E[max of `group_size` lengths] / E[length], members independent."""
     ordered = np.sort(np.asarray(lengths, dtype=float))
     ranks = np.arange(1, len(ordered) + 1) / len(ordered)
     weights = ranks**group_size - (ranks - 1 / len(ordered)) ** group_size

@@ -68,7 +68,7 @@ class WeightPublisher:
         self._folder = folder
 
     def due(self, version: int) -> bool:
-        """Lag-n publishing: engines get every n-th version (formulas §5, setting of C)."""
+        """Lag-n publishing: engines get every n-th version (the setting of arXiv 2607.18722)."""
         return version % self._config.every == 0
 
     def publish(self, version: int) -> Published:

@@ -13,7 +13,7 @@ from tests.live.under_way import with_client
 pytestmark = pytest.mark.live
 
 PROMPTS = [[10 + 7 * k + j for j in range(3 + 9 * k)] for k in range(6)]
-# float32 on both sides, log-probs down to -10: the bound on engine noise.
+# float32 on both sides, log-probs down to -10: the bound on engine noise.
 ENGINE_NOISE = 1e-5
 
 

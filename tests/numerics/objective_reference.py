@@ -1,4 +1,4 @@
-"""The losses of shared notation written token by token in Python floats and autograd scalars, from the formulas.
+"""The losses written token by token in Python floats and autograd scalars, from the formulas of docs/algorithms.
 
 Nothing here uses the library's kernel: action tokens are picked first, ratios are scalars, gradients come from autograd
 on those scalars, quantiles from sorted lists, M2PO's τ from bisection.

@@ -1,4 +1,4 @@
-"""Advantages keyed by group id (formulas §6, field bugs 15, 16): against closed forms, with declared singletons."""
+"""Advantages keyed by group id: against closed forms, with declared singletons."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_first_batch_of_one_has_nothing_to_compare_with() -> None:
 
 
 def test_latest_mean_recovers_after_the_reward_shifts() -> None:
-    """B's online simulation in the small: when 0/1 rewards flip, the baseline follows within its window."""
+    """When 0/1 rewards flip, the baseline follows within its window (arXiv 2607.07508, online simulation)."""
     compute = estimator("latest_mean", window=128)
     for _ in range(8):
         compute([1.0] * 32, ["g"] * 32)

@@ -1,4 +1,4 @@
-"""GAE over action tokens against a loop in Python floats (B, formulas §4; field bugs 17, 18)."""
+"""GAE over action tokens against a loop in Python floats (arXiv 2607.07508)."""
 
 from __future__ import annotations
 

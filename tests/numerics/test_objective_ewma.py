@@ -1,4 +1,4 @@
-"""PPO-EWMA's recursion (formulas §3): normalised, closed form, centre of mass, reset, resume."""
+"""PPO-EWMA's recursion: normalised, closed form, centre of mass, reset, resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proposition 1 (A, formulas §3): masks and clips of the interpolated anchors equal windows of the total ratio."""
+"""Proposition 1 of arXiv 2605.12070: masks and clips of the interpolated anchors equal windows of the total ratio."""
 
 from __future__ import annotations
 

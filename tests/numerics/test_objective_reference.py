@@ -15,7 +15,7 @@ from megatron_async.objectives import Normaliser
 from tests.numerics.objective_batches import Problem, metrics_of, objective, prepared, random_problem, run
 from tests.numerics.objective_reference import REFERENCES, Settings, Token, aggregate
 
-# float64 sums of about a hundred terms in another order: 1e-13 in practice; the issue allows 1e-10.
+# float64 sums of about a hundred terms in another order: 1e-13 in practice.
 RELATIVE = 1e-10
 
 
@@ -197,7 +197,7 @@ def test_every_preset_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_identity_without_gap_or_noise_is_the_plain_policy_gradient(name: str) -> None:
-    """§2: all ratios 1 gives -Â/N at every action token, whatever the method."""
+    """All ratios 1 gives -Â/N at every action token, whatever the method."""
     problem = random_problem(3, discrepancy=0.0, staleness=0.0, placeholders=False)
     of = objective(name)
     _, gradient = run(of, problem)

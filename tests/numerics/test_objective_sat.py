@@ -1,4 +1,4 @@
-"""SAT (C, formulas §5): contracted interval inside PPO's, pessimistic S, two bands of disagreement, global q."""
+"""SAT (arXiv 2607.18722): contracted interval inside PPO's, pessimistic S, two bands of disagreement, global q."""
 
 from __future__ import annotations
 

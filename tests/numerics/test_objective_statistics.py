@@ -1,4 +1,4 @@
-"""The metrics of formulas §8: against plain numpy on the same tokens, by version gap, over any cut of the batch."""
+"""The metrics of the objective against plain numpy on the same tokens, by version gap, over any cut of the batch."""
 
 from __future__ import annotations
 

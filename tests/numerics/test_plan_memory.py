@@ -23,7 +23,7 @@ from megatron_async.engine.sequences import Sequence
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
 
 TOKENS = 1024
-TOLERANCE = 0.10  # the issue's; the count leaves out index tensors and a few fp32 numbers per token
+TOLERANCE = 0.10  # the count leaves out index tensors and a few fp32 numbers per token
 
 
 @pytest.fixture(scope="module")

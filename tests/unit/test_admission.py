@@ -345,8 +345,8 @@ def test_no_history_of_resumes_stops_the_run_or_exceeds_the_bound(
 def test_without_kills_nothing_that_was_admitted_goes_stale(
     mode: str, window: int, bound: int, publish_every: int, groups: int, seed: int
 ) -> None:
-    """What is admitted fits under the bound, queue time included, whatever is long, fails or is filtered (field bugs 5,
-    6, 7, 34); a group that outlives its bound while it runs is the exception."""
+    """What is admitted fits under the bound, queue time included, whatever is long, fails or is filtered;
+    a group that outlives its bound while it runs is the exception."""
     bound, draw = max(bound, publish_every - 1), random.Random(seed)
     run = _Run(Admission(bound, groups, 2, publish_every, mode), window if mode == "window" else None)  # type: ignore[arg-type]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Answers of an engine are taken whole or refused with the field and the values (field bugs 1, 2, 29)."""
+"""Answers of an engine are taken whole or refused with the field and the values."""
 
 from __future__ import annotations
 

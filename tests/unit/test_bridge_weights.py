@@ -1,4 +1,4 @@
-"""Buckets and checksums of published weights: layout, completeness, position (field bugs 9 and 11)."""
+"""Buckets and checksums of published weights: layout, completeness, position."""
 
 from __future__ import annotations
 

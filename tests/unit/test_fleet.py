@@ -1,4 +1,4 @@
-"""Engines that die, freeze, do not come up, or are reported: started again, given up, counted (field bug 36)."""
+"""Engines that die, freeze, do not come up, or are reported: started again, given up, counted."""
 
 from __future__ import annotations
 

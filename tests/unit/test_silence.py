@@ -1,4 +1,4 @@
-"""After a silence, what every part waits for is said, and then ever more rarely (field bug 35)."""
+"""After a silence, what every part waits for is said, and then ever more rarely."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_one_server_with_poisson_arrivals_waits_as_m_d_1() -> None:
 
 @pytest.mark.parametrize(("group_size", "update", "window"), CASES)
 def test_mean_staleness_of_a_fully_asynchronous_loop(group_size: int, update: float, window: int) -> None:
-    """C's closed form, both regimes. It takes groups to start at once and batches to fill evenly; 8 % is for that."""
+    """The closed form, both regimes. It takes groups to start at once and batches to fill evenly; 8 % is for that."""
     simulated, expected = staleness(group_size, update, window)
     assert simulated == pytest.approx(expected, rel=CLOSED_FORM_TOLERANCE, abs=0.08)
 

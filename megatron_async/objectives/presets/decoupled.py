@@ -1,6 +1,6 @@
-"""Decoupled PPO (A, formulas §3): weight and mask on r_d = π_old/μ, min-clip on r_s = π_θ/π_old.
+"""Decoupled PPO (arXiv 2605.12070): weight and mask on r_d = π_old/μ, min-clip on r_s = π_θ/π_old.
 
-With the default weight r_d the gradient is MIS·r·Â·∇log π, A's Eqs 1-4. With an exact anchor r_d is engine noise
+With the default weight r_d the gradient is MIS·r·Â·∇log π, its Eqs 1-4. With an exact anchor r_d is engine noise
 alone; with `start`, `ewma` or an interpolated anchor version drift enters it and a tight mask rejects usable tokens.
 """
 

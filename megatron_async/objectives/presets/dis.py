@@ -1,6 +1,7 @@
-"""Direct double-sided importance sampling (B, formulas §4): sg[f(r)]·Â·log π, f(r) = r inside the open window, else 0.
+"""DIS, direct double-sided importance sampling (arXiv 2607.07508): sg[f(r)]·Â·log π, f(r) = r in the window, else 0.
 
-r = π_θ/μ needs no second forward pass. The window does not look at the sign of Â; rejected tokens stay in N.
+r = π_θ/μ needs no second forward pass. The window is open, whatever the sign of Â; rejected tokens
+stay in N.
 """
 
 from __future__ import annotations

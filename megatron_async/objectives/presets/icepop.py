@@ -1,6 +1,6 @@
 """IcePop: weight r_d inside a wide window of r_d, nothing outside, min-clip on r_s.
 
-The ratio enters once as the detached weight; multiplying by it again would give r² (field bug 19).
+The ratio enters once as the detached weight; multiplying by it again would give r².
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""M2PO: the clip's ends e^{±τ} follow from bounding the second moment of log r_s over harmful tokens (formulas §7).
+"""M2PO: the clip's ends e^{±τ} follow from bounding the second moment of log r_s over harmful tokens.
 
 Harmful: Â > 0 with r > 1, or Â < 0 with r < 1, the tokens whose update leads further away. τ is the largest with
 mean(min(|log r|, τ)²) ≤ bound; the ends are never closer to 1 than the configured ε, and are open when the moment

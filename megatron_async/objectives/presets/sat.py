@@ -1,4 +1,4 @@
-"""SAT (C, formulas §5): min-clip whose ends contract for the tokens that moved furthest from μ.
+"""SAT (arXiv 2607.18722): min-clip whose ends contract for the tokens that moved furthest from μ.
 
 d = sg[log r] per token, or with level "sequence" the mean over the sequence's active tokens. q is the inverse-CDF
 quantile of |d| over the active tokens of the global batch, which weighs a sequence by its length.
