@@ -187,16 +187,6 @@ class Trajectory:
             self._close_turn("abort")
         self.status = status
 
-    def drop_open_turn(self) -> int:
-        """Forget the tokens of the turn still open, to resume from the last complete turn; returns how many."""
-        self._refuse_if_finished("drop_open_turn")
-        if self._open_turn is None:
-            return 0
-        dropped = self._open_tokens
-        self.withdraw(dropped)
-        self._open_turn = None
-        return dropped
-
     def withdraw(self, count: int) -> None:
         """Forget the last `count` tokens of the turn still open: whoever sampled them has said otherwise.
 

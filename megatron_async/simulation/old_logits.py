@@ -33,11 +33,6 @@ class StepCost:
     beside: float = 0.0
     pausing: float = 0.0
 
-    @property
-    def compute(self) -> float:
-        """Seconds of the trainer without pauses of the engines: scoring beside the update hides the shorter of them."""
-        return self.score + max(self.update, self.beside) + self.capture
-
 
 def step_cost(
     trainer: TrainerModel, model: OldLogitModel, batch: Sequence[Scored], version: int, unscored_tokens: float

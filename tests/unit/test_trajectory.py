@@ -191,7 +191,7 @@ def test_nothing_can_be_appended_after_finish() -> None:
         lambda: t.append_context([1]),
         lambda: action(t, 1, 9),
         lambda: t.finish(Status.OK, 1.0),
-        t.drop_open_turn,
+        lambda: t.withdraw(0),
     ):
         with pytest.raises(TrajectoryError, match="after it was finished as ok"):
             operation()
@@ -252,12 +252,12 @@ def test_a_continued_turn_gets_the_rest_of_its_budget() -> None:
     assert resumed.remaining_new_tokens(max_tokens=5) == 0
 
 
-def test_dropping_the_open_turn_returns_to_the_last_complete_one() -> None:
+def test_withdrawing_the_whole_open_turn_returns_to_the_last_complete_one() -> None:
     t, expected = small(), small()
     action(t, 3, 8, reason=None)  # directly after a turn of version 8: the span is merged, and cut again
-    assert t.drop_open_turn() == 3
+    t.withdraw(3)
     assert t == expected
-    assert t.drop_open_turn() == 0
+    assert t.open_turn is None
 
 
 # ---------------------------------------------------------------- routed experts
@@ -291,11 +291,11 @@ def test_rows_recorded_first_win_over_a_later_recomputation() -> None:
     assert t.routed_experts[:, 0, 0].tolist() == [5, 5, 9]
 
 
-def test_routing_of_a_dropped_turn_is_forgotten() -> None:
+def test_routing_of_a_withdrawn_turn_is_forgotten() -> None:
     t = new()
     t.append_context([1, 2])
     t.append_action([3, 4], [-1, -1], [VersionSpan(0, 0, 2)], None, np.full((3, 1, 1), 5))
-    assert t.drop_open_turn() == 2
+    t.withdraw(2)
     t.append_action([6], [-1], [VersionSpan(1, 0, 1)], "stop", np.full((2, 1, 1), 9))
     assert t.routed_experts is not None
     assert t.routed_experts[:, 0, 0].tolist() == [5, 9]  # row 0 is of a token that stayed
