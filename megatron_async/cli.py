@@ -246,6 +246,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_launch(commands)
+    _add_parts(commands)
+    doctor = _command(
+        commands, "doctor", _doctor, "check this machine: Python, packages, ports, memory, disk, GPUs"
+    )
+    _add_config(doctor, required=False)
+    _add_recorded(commands)
+    return parser
+
+
+def _add_parts(commands: Commands) -> None:
+    """Commands that take the configuration of a run, for one part of it or for what comes before and after."""
     for name, handler, text in (
         ("train", _train, "one trainer rank (started by torchrun)"),
         ("score", _score, "one rank of the dedicated old-logit model (started by torchrun)"),
@@ -268,10 +279,10 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--fresh", action="store_true", help="delete what an earlier run of the same name left"
             )
-    doctor = _command(
-        commands, "doctor", _doctor, "check this machine: Python, packages, ports, memory, disk, GPUs"
-    )
-    _add_config(doctor, required=False)
+
+
+def _add_recorded(commands: Commands) -> None:
+    """Commands that take the folder of a run."""
     replay = _command(
         commands, "replay", _replay, "train on the batches that another run recorded, without engines"
     )
@@ -294,7 +305,6 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--step", type=int, help="step whose timeline is drawn (default: one of median length)"
     )
-    return parser
 
 
 def _mendable() -> tuple[type[Exception], ...]:

@@ -116,6 +116,14 @@ def _check_rollout(config: RunConfig) -> list[str]:
             f"the engines lag up to {config.publish.every - 1} versions behind, so no token would be young enough; set "
             f"max_staleness to at least {config.publish.every - 1}"
         )
+    problems += _check_several_rollouts(config)
+    problems += _check_admission(config)
+    problems += _check_sampling(config)
+    return problems
+
+
+def _check_several_rollouts(config: RunConfig) -> list[str]:
+    rollout, problems = config.rollout, []
     if not 0 <= rollout.process < MOST_ROLLOUTS:
         problems.append(f"rollout.process: {rollout.process} is outside 0 to {MOST_ROLLOUTS - 1}")
     if rollout.process and rollout.over_sampling:
@@ -128,7 +136,11 @@ def _check_rollout(config: RunConfig) -> list[str]:
             f"rollout.process: {rollout.process} with objective.anchor: {config.objective.anchor}, for which one "
             "process answers what all trajectories hold so far; run one rollout process, or choose another anchor"
         )
-    problems += _check_admission(config)
+    return problems
+
+
+def _check_sampling(config: RunConfig) -> list[str]:
+    rollout, problems = config.rollout, []
     if rollout.temperature <= 0:
         problems.append(
             f"rollout.temperature: {rollout.temperature} is not above 0; greedy sampling has no log-probs to train on"
