@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_async.config.checks import is_local
-from megatron_async.config.engine_checks import is_loopback
 from megatron_async.config.placement import EngineSlot, Node
 from megatron_async.config.schema import RunConfig
 from megatron_async.engine_key import ensure_key
@@ -29,6 +28,7 @@ from megatron_async.roster import LATE, Engine
 from megatron_async.supervise import StopRequested, describe_exit, on_second_signal
 from sglang_bridge import EngineClient, EngineError, EngineServer, EngineStartError, ServerOptions
 from sglang_bridge.event_loop import BackgroundLoop
+from sglang_bridge.server import is_loopback
 
 Say = Callable[[str], None]
 

@@ -26,7 +26,6 @@ import json
 import math
 import random
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -52,6 +51,7 @@ from megatron_async.rollout.environments.base import AssistantTurn, Split, Step,
 from megatron_async.rollout.environments.desk import DeskEnvironment, DeskTasks
 from megatron_async.roster import Engine, write_roster
 from megatron_async.supervise import Part, python_module, supervised
+from sglang_bridge.server import claim_port
 from tools.benchmark_rows import FOLDER, Row, write_rows
 
 BATCH, CONCURRENCY = BatchConfig(groups=16, group_size=4), 48
@@ -175,9 +175,7 @@ def run(args: argparse.Namespace, mode: str, config: RunConfig, update_s: float)
     root = config.run_path
     root.mkdir(parents=True)
     configuration.save(config, root / "config.yaml")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = claim_port("127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}"
     write_roster(root, [Engine(0, url)])
     options = [f"--{name}={value}" for name, value in ENGINE.items()]

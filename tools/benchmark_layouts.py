@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import numpy as np
 
 from megatron_async.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from megatron_async.rollout.environments.desk_checkpoint import TinyShape, write_tiny_checkpoint
+from sglang_bridge.server import claim_port
 from tools.benchmark_rows import ROOT, Row, commit, machine, write_rows
 
 PAGE = ROOT / "docs" / "layouts.md"
@@ -170,9 +170,7 @@ def _file(folder: Path, text: str, processes: int, dtype: str) -> Path:
 
 def launch(folder: Path, processes: int, jobs: SequenceOf[str]) -> None:
     """Run jobs on so many local processes. Raises RuntimeError with the output of one that failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = claim_port("127.0.0.1", 0)
     ranks = []
     for rank in range(processes):
         environment = {

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import gc
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -26,7 +25,9 @@ import psutil
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import PHASE, TRAINING
 from megatron_async.config.schema import BatchConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_async.roster import Engine, write_roster
 from megatron_async.supervise import Part, python_module, supervised
+from sglang_bridge.server import claim_port
 from tools.benchmark_rows import Row, write_rows
 
 LAG_S = 0.05
@@ -82,11 +83,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config.run_path.mkdir(parents=True)
     with Bank.open(config.bank_url) as bank:
         bank.set_state(PHASE, TRAINING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-    engines = {"engines": [{"url": f"http://127.0.0.1:{port}"}]}
-    (config.run_path / "engines.json").write_text(json.dumps(engines))
+    port = claim_port("127.0.0.1", 0)
+    write_roster(config.run_path, [Engine(0, f"http://127.0.0.1:{port}")])
     engine = python_module(
         "tools.scripted_endpoint", "--model", str(args.model), "--port", str(port), "--base-ms",
         str(1e3 / args.tokens_per_s), "--median", str(args.median), "--longest", "600", "--sigma", "0.6",

@@ -5,11 +5,6 @@ from __future__ import annotations
 from megatron_async.config.schema import RunConfig
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def engine_problems(config: RunConfig) -> list[str]:
     """What would keep the engines from running, or the run from surviving one; empty when nothing does."""
     engines, problems = config.engines, []

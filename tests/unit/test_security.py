@@ -16,7 +16,6 @@ from aiohttp import web
 
 from megatron_async import fleet as fleets
 from megatron_async.config import from_dict
-from megatron_async.config.engine_checks import is_loopback
 from megatron_async.config.hf import checkpoint_problems
 from megatron_async.config.placement import place
 from megatron_async.config.schema import EngineConfig, RunConfig
@@ -49,7 +48,7 @@ def run_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def test_everything_listens_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
-    assert is_loopback(EngineConfig().host)
+    assert server.is_loopback(EngineConfig().host)
     assert server.is_loopback(EngineServer("m", log_path=tmp_path / "log").host)
     command = router_command("127.0.0.1", 1, 2)
     assert [command[i + 1] for i, word in enumerate(command) if word.endswith("-host")] == ["127.0.0.1", "127.0.0.1"]
