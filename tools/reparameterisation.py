@@ -115,7 +115,7 @@ def main() -> int:
     for row in table():
         b = row.kernel
         published = CHECK_VALUES[row.gap]
-        # A states that the log-linear windows agree with the arithmetic ones within 1e-4
+        # The paper states that the log-linear windows agree with the arithmetic ones within 1e-4
         tolerance = 6e-5 if row.kind == "linear" else 1.6e-4
         same = max(abs(x - y) for x, y in zip(astuple(b), published, strict=True)) < tolerance
         agree &= same and row.difference < 1e-9
