@@ -338,7 +338,7 @@ def _check_choice(field_name: str, value: str, legal: tuple[str, ...], name: str
     return [f"objective.{field_name}: {value!r} does not go with method {name}; {nearest(value, legal)}"]
 
 
-def _check_option(name: str, key: str, value: OptionValue, option: Option) -> list[str]:
+def _check_option(key: str, value: OptionValue, option: Option) -> list[str]:
     label = f"objective.options.{key}"
     if isinstance(option.default, bool | str):
         kind: tuple[type, ...] = (type(option.default),)
@@ -367,7 +367,7 @@ def _resolve_options(config: ObjectiveConfig, anchor: str) -> tuple[dict[str, Op
             )
             problems.append(f"objective.options.{key}: unknown option of method {config.name}; {hint}")
         else:
-            problems += _check_option(config.name, key, value, legal[key])
+            problems += _check_option(key, value, legal[key])
     filled: dict[str, OptionValue] = {key: o.default for key, o in legal.items() if not o.optional}
     filled.update(config.options)
     if anchor == "ewma" and "beta" in filled and "staleness_window" in filled:

@@ -104,7 +104,7 @@ def dense_bytes(task: Task, width: int, wide: int) -> int:
     return task.chunks * 8 + task.length * width + wide * (2 + task.word)
 
 
-def check_counts(task: Task, segment: Segment, counts: np.ndarray) -> None:
+def check_counts(segment: Segment, counts: np.ndarray) -> None:
     """Refuse a payload whose chunk counts do not add up to its segment's.
 
     Args:

@@ -228,7 +228,7 @@ class RecordFile:
         if octets.size != nbytes:
             raise self._damaged(f"the segment of task {index} holds {octets.size} bytes instead of {nbytes}")
         counts = octets[columns_of(task, segment).counts].view(np.int32).reshape(task.chunks, 2)
-        check_counts(task, segment, counts)
+        check_counts(segment, counts)
         return torch.from_numpy(octets if octets.flags.writeable else octets.copy())
 
     def stored(self, task: int) -> np.ndarray:

@@ -129,7 +129,7 @@ def test_token_mean_is_the_global_one_whatever_the_split(references: Path) -> No
     assert losses[5].loss == pytest.approx(2.6, abs=1e-6)
 
 
-def test_temperature_scales_the_logits(references: Path, moe: Policy) -> None:
+def test_temperature_scales_the_logits(moe: Policy) -> None:
     model = make_model("moe")
     ids = make_sequences()[2].token_ids
     found = moe.logprobs([Sequence(ids, temperature) for temperature in (0.5, 1.0, 2.0)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -193,7 +192,7 @@ def test_versions_below_the_window_go_and_those_inside_stay() -> None:
     assert source.history.versions() == [6, 7, 8]
 
 
-def test_a_capture_that_does_not_fit_raises_at_the_next_score(tmp_path: Path) -> None:
+def test_a_capture_that_does_not_fit_raises_at_the_next_score() -> None:
     policy = ScriptedPolicy()
     history = SnapshotStore({"weight": policy.weight}, version=0, config=SnapshotConfig(host_bytes=0))
     source = SnapshotSource(policy, history, with_start=False, reuse_training_forward=False)  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def test_the_first_machine_gathers_engines_in_order_and_starts_the_others(files,
         assert (alone.engines(), alone.hopeful()) == ([], 0)
 
 
-def test_a_lost_machine_that_only_holds_engines_takes_them_with_it_and_no_more(files, monkeypatch):
+def test_a_lost_machine_that_only_holds_engines_takes_them_with_it_and_no_more(files):
     with Others(files, [1, 2], {1, 2}, "10.0.0.1", 10) as others:
         with Announcement(machine_file(files, 1), beat_s=0.01, address="10.0.0.2") as kept:
             lost = Announcement(machine_file(files, 2), beat_s=0.01, address="10.0.0.3")

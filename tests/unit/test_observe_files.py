@@ -214,7 +214,7 @@ def test_intervals_are_merged_and_cut():
     ]
 
 
-def test_all_files_lie_under_the_run(tmp_path):
+def test_all_files_lie_under_the_run():
     files = RunFiles(Path("runs/x"))
     names = [name for name in dir(files) if isinstance(getattr(type(files), name, None), property)]
     assert len(names) >= 9

@@ -127,7 +127,7 @@ def test_every_request_of_a_client_carries_the_key() -> None:
     assert seen == [f"Bearer {KEY}"] * 2
 
 
-def test_an_address_of_another_machine_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_named_as_what_it_is() -> None:
     with pytest.raises(EngineStartError, match="192.0.2.1: it is no address of this machine"):
         server.claim_port("192.0.2.1", 0)  # a documentation address: no machine has it
 

@@ -150,7 +150,7 @@ def test_careful_demonstrations_succeed_under_every_policy(chat: ChatFormat, nam
     assert all(episode.reward == 1.0 for episode in record(50, 1, chat, NOT_SLOPPY, POLICIES[name]))
 
 
-def test_demonstrations_take_no_task_that_rl_meets_first(chat: ChatFormat) -> None:
+def test_demonstrations_take_no_task_that_rl_meets_first() -> None:
     tasks = DeskTasks("train", seed=9)
     demonstrated = {tasks.task(tasks.size - 1 - number).task_id for number in range(4000)}
     assert not demonstrated & {tasks.task(index).task_id for index in range(20_000)}
