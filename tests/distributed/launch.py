@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from sglang_bridge.server import claim_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -29,7 +30,7 @@ def launch(script: Path, ranks: int, *arguments: str, logs: Path, timeout_s: flo
         logs: directory for the ranks' output (rank<i>.log).
     """
     logs.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = claim_port("127.0.0.1", 0)
     processes = [_start(script, rank, ranks, port, arguments, logs) for rank in range(ranks)]
     try:
         problem = _wait(processes, time.monotonic() + timeout_s)
@@ -39,12 +40,6 @@ def launch(script: Path, ranks: int, *arguments: str, logs: Path, timeout_s: flo
     if problem is not None:
         tails = "\n".join(f"--- rank {r}\n{_tail(logs / f'rank{r}.log')}" for r in range(ranks))
         raise LaunchError(f"{script.name} on {ranks} ranks: {problem} (deadline {timeout_s:g} s)\n{tails}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _start(

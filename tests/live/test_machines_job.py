@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_async.observe import read_evaluations, read_metrics
+from sglang_bridge.server import claim_port
 from tests.live.test_main_job import STEPS, processes_of, write_config
 from tools.benchmark_rows import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(config: Path, number: int, output: Path) -> subprocess.Popen[bytes]:
@@ -36,7 +29,7 @@ def start(config: Path, number: int, output: Path) -> subprocess.Popen[bytes]:
 
 
 def start_all(folder: Path, checkpoint: Path, **changes: object) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
-    cluster = {"engine_nodes": 1, "rendezvous_port": free_port(), "join_deadline_s": 120}
+    cluster = {"engine_nodes": 1, "rendezvous_port": claim_port("127.0.0.1", 0), "join_deadline_s": 120}
     config = write_config(
         folder, checkpoint, **{"trainer": {"deadline_s": 620, "nodes": 2}, "cluster": cluster, **changes}
     )
