@@ -23,11 +23,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_async.rollout import environment_calls
+from megatron_async.rollout import environment_answers, environment_calls
 from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import (
@@ -164,16 +165,16 @@ async def run_episode(
     try:
         ending = await _within_life(episode, limits.trajectory_deadline_s)
     except EpisodeFailure as failure:
-        ending = _Ending(
-            failure.status, failure.kind, None, {"reason": failure.kind, "failure": str(failure)}
-        )
-        logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
+        ending = _failed(trajectory, failure)
     finally:
         closing = environment_call(environment, "close", trajectory)
         await environment_calls.close(closing, environment, limits.turn_deadline_s)
-    info = {"ending": ending.kind, **ending.info, **progress.as_info()}
-    trajectory.finish(ending.status, ending.reward, info)
-    return trajectory
+    return _finished(trajectory, ending, progress)
+
+
+def fail(trajectory: Trajectory, failure: EpisodeFailure, progress: EpisodeProgress) -> Trajectory:
+    """End an episode that could not begin; returns `trajectory`, finished as by `run_episode`."""
+    return _finished(trajectory, _failed(trajectory, failure), progress)
 
 
 def environment_call(owner: object, method: str, trajectory: Trajectory) -> Call:
@@ -187,6 +188,17 @@ class _Ending:
     kind: str
     reward: float | None
     info: dict[str, Any]
+
+
+def _failed(trajectory: Trajectory, failure: EpisodeFailure) -> _Ending:
+    logger.warning("trajectory %s: %s: %s", trajectory.trajectory_id, failure.kind, failure)
+    return _Ending(failure.status, failure.kind, None, {"reason": failure.kind, "failure": str(failure)})
+
+
+def _finished(trajectory: Trajectory, ending: _Ending, progress: EpisodeProgress) -> Trajectory:
+    info = {"ending": ending.kind, **ending.info, **progress.as_info()}
+    trajectory.finish(ending.status, ending.reward, info)
+    return trajectory
 
 
 async def _within_life(episode: _Episode, deadline_s: float) -> _Ending:
@@ -227,7 +239,7 @@ class _Episode:
     # ------------------------------------------------------------------ the conversation
 
     async def play(self) -> _Ending:
-        start = await self._ask_environment("reset", self.environment.reset())
+        start = environment_answers.start(await self._ask_environment("reset", self.environment.reset))
         prompt = self.chat.initial_ids(start.messages, start.tools)
         if len(self.trajectory):
             ending = await self._replay(prompt)
@@ -268,7 +280,8 @@ class _Episode:
             full = turn.end >= self.limits.max_tokens
             return await self._reward(Status.TRUNCATED, "max_tokens" if full else "max_new_tokens")
         said = self.trajectory.token_ids[turn.start : turn.end].tolist()
-        step = await self._ask_environment("step", self.environment.step(self.chat.parse(said)))
+        call = partial(self.environment.step, self.chat.parse(said))
+        step = environment_answers.step(await self._ask_environment("step", call))
         if step.done:
             if step.truncated:
                 return await self._reward(Status.TRUNCATED, "environment_truncated")
@@ -291,15 +304,16 @@ class _Episode:
         self.trajectory.append_context(ids)
 
     def _observation_ids(self, messages: list[Message], said: list[int]) -> list[int]:
-        environment_calls.check_observation(messages)
+        environment_answers.check_observation(messages)
         return self.chat.observation_ids(messages, closed=said[-1:] == [self.chat.turn_end_id])
 
     async def _reward(self, status: Status, kind: str) -> _Ending:
-        reward, info = await self._ask_environment("reward", self.environment.reward())
-        return _Ending(status, kind, float(reward), {"reward": info})
+        answer = await self._ask_environment("reward", self.environment.reward)
+        reward, info = environment_answers.reward(answer)
+        return _Ending(status, kind, reward, {"reward": info})
 
-    async def _ask_environment(self, what: str, call: Awaitable[T]) -> T:
-        """Await one call of the environment; whatever goes wrong in there is an `environment_error`."""
+    async def _ask_environment(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Make one call of the environment; whatever goes wrong in there is an `environment_error`."""
         self.progress.waiting_for = f"environment.{what}"
         started = time.monotonic()
         try:

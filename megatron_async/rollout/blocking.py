@@ -9,6 +9,7 @@ A stretch that never ends is never timed: `loop_watchdog` looks at `under_way` f
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -22,6 +23,9 @@ T = TypeVar("T")
 
 BLOCKS_S = 0.5
 """Seconds without an await from which on a stretch is reported."""
+
+LETS_GO_S = 10.0
+"""Seconds in which a call that was cancelled has to end. One that does not is left as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +70,37 @@ def inside(call: Call) -> Iterator[None]:
 
 
 class Timed(Generic[T]):
-    """`await Timed(what, call, note)` is `await call`; note gets the seconds of each stretch of at least `BLOCKS_S`."""
+    """`await Timed(what, call, note)` is `await call()`; note gets the seconds of each stretch of at least `BLOCKS_S`.
 
-    def __init__(self, what: Call, call: Awaitable[T], note: Callable[[float], None]) -> None:
+    A call that ignores the cancellation of this task (a bare `except:` in a loop of retries) is cancelled again
+    `LETS_GO_S` later, and then not asked. What the call awaits may be cancelled by others; that is its own affair.
+    """
+
+    def __init__(self, what: Call, call: Callable[[], Awaitable[T]], note: Callable[[float], None]) -> None:
         self._what, self._call, self._note = what, call, note
+        self._patience: asyncio.TimerHandle | None = None
+        self._over = False
 
     def __await__(self) -> Generator[Any, Any, T]:
-        inner = self._call.__await__()
+        try:
+            return (yield from self._until_done())
+        finally:
+            if self._patience is not None:
+                self._patience.cancel()
+
+    def _until_done(self) -> Generator[Any, Any, T]:
+        inner: Generator[Any, Any, T] | None = None
         error: BaseException | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
         while True:
             began = time.monotonic()
             try:
                 with inside(self._what):
-                    waited_for = next(inner) if error is None else inner.throw(error)  # type: ignore[attr-defined]
+                    if inner is None:
+                        inner = self._call().__await__()
+                    waited_for = next(inner) if error is None else inner.throw(error)
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -89,8 +111,27 @@ class Timed(Generic[T]):
             try:
                 yield waited_for  # an event loop sends nothing back
                 error = None
+            except asyncio.CancelledError as thrown:
+                if self._over:
+                    task.uncancel()  # the cancellation that was ours; the one before it goes on
+                    self._leave(inner)
+                    raise
+                error = thrown
+                if task.cancelling() > before and self._patience is None:
+                    self._patience = asyncio.get_running_loop().call_later(LETS_GO_S, self._cancel, task)
             except BaseException as thrown:  # noqa: BLE001 - handed to the call, as `await` does
                 error = thrown
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        self._over = task.cancel()
+
+    def _leave(self, inner: Generator[Any, Any, T]) -> None:
+        logger.warning("%s was cancelled and goes on: it is left where it stands", self._what)
+        try:
+            with inside(self._what):
+                inner.close()
+        except BaseException as error:  # noqa: BLE001 - it ignores this too
+            logger.warning("%s: %s", self._what, error)
 
 
 def report(call: Call, seconds: float) -> None:

@@ -18,8 +18,9 @@ import json
 import logging
 import re
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ import aiohttp
 from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
-from megatron_async.rollout import environment_calls
+from megatron_async.rollout import environment_answers, environment_calls
 from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.chat_endpoint import (
     ChatEndpoint,
@@ -134,8 +135,13 @@ def endpoint_player(endpoint: ChatEndpoint, source: TaskSource, limits: EpisodeL
     """Plays episodes of `source` with the policy behind `endpoint`."""
 
     async def play(task: Task, sample: str) -> EvaluatedEpisode:
+        making = Call(source, "environment", task=task.task_id)
+        try:
+            environment = environment_calls.make(making, partial(source.environment, task))
+        except EpisodeFailure as failure:
+            return EvaluatedEpisode(None, failure.kind)
         async with endpoint.session() as session:
-            return await _Episode(endpoint, session, source.environment(task), limits).run(task.task_id)
+            return await _Episode(endpoint, session, environment, limits).run(task.task_id)
 
     return play
 
@@ -161,7 +167,8 @@ class _Episode:
         try:
             async with asyncio.timeout(self._limits.trajectory_deadline_s):
                 ending = await self._play()
-                reward, info = await self._ask("reward", self._environment.reward())
+                answer = await self._ask("reward", self._environment.reward)
+                reward, info = environment_answers.reward(answer)
         except EpisodeFailure as failure:
             logger.warning("evaluation of %s: %s: %s", name, failure.kind, failure)
             return self._episode(None, failure.kind, {}, started)
@@ -172,7 +179,7 @@ class _Episode:
             await environment_calls.close(
                 Call(self._environment, "close", name), self._environment, self._limits.turn_deadline_s
             )
-        return self._episode(float(reward), ending, info, started)
+        return self._episode(reward, ending, info, started)
 
     def _episode(
         self, reward: float | None, ending: str, info: dict[str, Any], started: float
@@ -189,7 +196,7 @@ class _Episode:
         )
 
     async def _play(self) -> str:
-        start = await self._ask("reset", self._environment.reset())
+        start = environment_answers.start(await self._ask("reset", self._environment.reset))
         self._tools = start.tools
         self._hear(start.messages)
         while True:
@@ -199,12 +206,13 @@ class _Episode:
             self._count(completion)
             if completion.finish_reason == "length":
                 return "max_new_tokens"
-            step = await self._ask("step", self._environment.step(self._turn(completion)))
+            call = partial(self._environment.step, self._turn(completion))
+            step = environment_answers.step(await self._ask("step", call))
             if step.done:
                 return "environment_truncated" if step.truncated else "done"
             if self._turns >= self._limits.max_turns:
                 return "max_turns"
-            environment_calls.check_observation(step.messages)
+            environment_answers.check_observation(step.messages)
             if completion.prompt_tokens + completion.completion_tokens >= self._limits.max_tokens:
                 return "max_tokens"
             self._tools = [*self._tools, *step.added_tools]
@@ -229,7 +237,7 @@ class _Episode:
         except EndpointError as error:
             raise EpisodeFailure(Status.ENGINE_ERROR, "endpoint_failure", str(error)) from error
 
-    async def _ask(self, what: str, call: Awaitable[T]) -> T:
+    async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         named = Call(self._environment, what)
         return await environment_calls.ask(named, call, self._limits.turn_deadline_s)
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from megatron_async.config.schema import RunConfig
 from megatron_async.credentials import hidden_credentials
 from megatron_async.errors import UserError
 from megatron_async.observe import append_evaluation, read_metrics
-from megatron_async.rollout import evaluation_files
+from megatron_async.rollout import environment_calls, evaluation_files
 from megatron_async.rollout.agent_loop import Chat, Sampler, run_episode
+from megatron_async.rollout.blocking import Call
 from megatron_async.rollout.chat import ChatFormat
 from megatron_async.rollout.engines import build_pool, engine_urls, of_run, with_engines
+from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments import build_task_source
 from megatron_async.rollout.environments.base import Outcome, ReportingTaskSource, Task, TaskSource
 from megatron_async.rollout.episode_limits import EpisodeLimits
@@ -187,7 +190,11 @@ def engine_player(
     async def play(task: Task, sample: str) -> EvaluatedEpisode:
         name = f"evaluation-{task.task_id}"
         trajectory = Trajectory(f"{name}-{sample}", name, task.task_id, sampling, task.data)
-        environment = task_source.environment(task)
+        making = Call(task_source, "environment", task=task.task_id)
+        try:
+            environment = environment_calls.make(making, partial(task_source.environment, task))
+        except EpisodeFailure as failure:
+            return EvaluatedEpisode(None, failure.kind)
         return EvaluatedEpisode.of(await run_episode(pool, chat, environment, trajectory, limits))
 
     return play

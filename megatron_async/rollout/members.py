@@ -11,21 +11,24 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_async.bank import State
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.observe import Timeline
+from megatron_async.rollout import environment_calls
 from megatron_async.rollout.agent_loop import (
     Chat,
     EpisodeProgress,
     ReplayDiverged,
     environment_call,
+    fail,
     run_episode,
 )
-from megatron_async.rollout.blocking import inside
 from megatron_async.rollout.counters import RolloutCounters, Running
+from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import Task, TaskSource
 from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.group import Group
@@ -149,8 +152,8 @@ class Members:
             self.live[trajectory.trajectory_id] = running
             self.playing[trajectory.trajectory_id] = Played(trajectory, running.progress)
             try:
-                with inside(environment_call(self._source, "environment", trajectory)):
-                    environment = self._source.environment(task)
+                making = environment_call(self._source, "environment", trajectory)
+                environment = environment_calls.make(making, partial(self._source.environment, task))
                 await run_episode(
                     self._pool,
                     self._chat,
@@ -160,6 +163,8 @@ class Members:
                     running.progress,
                     self._count_tokens,
                 )
+            except EpisodeFailure as failure:  # to be made: of one that was, it has become the trajectory's ending
+                fail(trajectory, failure, progress)
             finally:
                 del self.live[trajectory.trajectory_id]
                 del self.playing[trajectory.trajectory_id]

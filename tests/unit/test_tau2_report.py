@@ -264,7 +264,7 @@ def test_errors_of_user_and_judge_stand_in_the_report_of_their_evaluation(tmp_pa
         if task.task_id == source.task(0).task_id and plays[task.task_id] <= 2:
             environment = source.environment(task)
             try:
-                await environment_calls.ask(Call(environment, "reset"), environment.reset(), 60.0)
+                await environment_calls.ask(Call(environment, "reset"), environment.reset, 60.0)
             except EpisodeFailure as failure:
                 return EvaluatedEpisode(None, failure.kind)
             finally:
