@@ -17,6 +17,7 @@ import numpy.typing as npt
 # A float32 log-softmax of a near-certain token can round to a hair above 0; anything larger is not a log-prob.
 LOGPROB_ROUNDING = 1e-5
 _INT32_MAX = 2**31 - 1
+_INT64 = 2**63
 _INT16_MAX = 2**15 - 1
 
 
@@ -123,11 +124,23 @@ def logprob_array(logprobs: npt.ArrayLike, name: str) -> npt.NDArray[np.float32]
     return np.minimum(array, np.float32(0.0))
 
 
+def _int64(digits: str) -> int:
+    value = int(digits)
+    if not -_INT64 <= value < _INT64:
+        raise ValueError(f"{digits[:40]} does not fit into 64 bits")
+    return value
+
+
 def json_object(value: dict[str, Any] | None, what: str) -> dict[str, Any]:
-    """A deep copy by way of JSON, so that what is kept is what can be written."""
+    """A deep copy by way of JSON, so that what is kept is what can be written.
+
+    Lone surrogates, which JSON can spell and UTF-8 cannot, become question marks. Raises TrajectoryError for what is no
+    JSON, or holds an integer of more than 64 bits, or is nested without end.
+    """
     try:
-        copy = json.loads(json.dumps(value if value is not None else {}, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value if value is not None else {}, allow_nan=False, ensure_ascii=False)
+        copy = json.loads(text.encode("utf-8", "replace"), parse_int=_int64)
+    except (TypeError, ValueError, RecursionError) as error:
         raise TrajectoryError(f"{what} must be a JSON object: {error}") from error
     if not isinstance(copy, dict):
         raise TrajectoryError(f"{what} must be a JSON object, got {type(value).__name__}")

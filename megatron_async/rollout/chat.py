@@ -179,6 +179,8 @@ class ChatFormat:
         return content
 
     def _encode(self, text: str) -> list[int]:
+        # A lone surrogate, which JSON of a policy or a tool may spell, is no text: a tokenizer raises TypeError for it.
+        text = text.encode("utf-8", "replace").decode()
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 

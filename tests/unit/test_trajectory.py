@@ -461,3 +461,28 @@ def test_storage_is_compact() -> None:
         rng.integers(0, 150_000, 4000), -rng.exponential(1.0, 4000), [VersionSpan(0, 0, 4000)], "stop"
     )
     assert len(t.to_bytes()) < 4 * 5000 + 4 * 4000 + 400
+
+
+def test_text_that_no_utf8_holds_is_written_as_question_marks() -> None:
+    """JSON can spell half an emoji, and a policy or a data set does: the record of one must not be refused."""
+    trajectory = Trajectory("t", "g", "p", SamplingParams(), {"words": "\ud83d", "face": "\U0001f600"})
+    trajectory.append_context([1])
+    trajectory.append_action([2], [-0.5], [VersionSpan(0, 0, 1)], "stop")
+    trajectory.finish(Status.OK, 1.0, {"failure": "a\udc00b", "\ud83d": None})
+    again = Trajectory.from_bytes(trajectory.to_bytes())
+    assert again.task == {"words": "?", "face": "\U0001f600"} and again.info == {"failure": "a?b", "?": None}
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30])
+def test_integers_that_cannot_be_written_are_refused_when_they_come(value: int) -> None:
+    Trajectory("t", "g", "p", SamplingParams(), {"n": 2**63 - 1}).to_bytes()
+    with pytest.raises(TrajectoryError, match="64 bits"):
+        Trajectory("t", "g", "p", SamplingParams(), {"n": value})
+
+
+def test_json_without_an_end_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TrajectoryError, match="JSON"):
+        Trajectory("t", "g", "p", SamplingParams(), {"deep": deep})
