@@ -350,9 +350,9 @@ class _Episode:
         failures = 0
         while True:
             budget = self.trajectory.remaining_new_tokens(self.limits.max_tokens)
-            if budget == 0:
-                self.trajectory.append_action([], [], (), finish_reason="length")
-                return "length"
+            if ended := "stop" if self._holds_its_end() else "length" if budget == 0 else "":
+                self.trajectory.append_action([], [], (), finish_reason=ended)
+                return ended
             before = len(self.trajectory)
             try:
                 reason = await self._request(budget)
@@ -366,6 +366,12 @@ class _Episode:
             self.progress.resubmissions += 1
             if len(self.trajectory) == before:  # do not spin on an engine that aborts everything
                 await asyncio.sleep(_RETRY_PAUSE_S)
+
+    def _holds_its_end(self) -> bool:
+        """Whether the turn was recorded up to its stop token, early, and cut before its answer was complete: nothing
+        may be sampled after it."""
+        start, ids = self.trajectory.open_turn, self.trajectory.token_ids
+        return start is not None and start < len(ids) and int(ids[-1]) in self.chat.stop_token_ids
 
     def _give_up_if(self, failures: int, error: EngineError) -> None:
         """Raises when repeating is pointless: the budget is used up, or the engine refuses the request itself."""

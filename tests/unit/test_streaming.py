@@ -232,8 +232,8 @@ def whole(turns: int = 3) -> Trajectory:
     return trajectory
 
 
-def cut(trajectory: Trajectory, length: int) -> Trajectory:
-    """What was written down of it when it had that many tokens."""
+def cut(trajectory: Trajectory, length: int, *, ends: bool = True) -> Trajectory:
+    """What was written down of it when it had that many tokens. ends: a turn whose tokens are all there is over."""
     part = Trajectory("t", "g", "p", trajectory.sampling)
     at = 0
     for turn in trajectory.turns:
@@ -244,7 +244,10 @@ def cut(trajectory: Trajectory, length: int) -> Trajectory:
         logprobs = trajectory.rollout_logprobs[turn.start : end].tolist()
         ids = trajectory.token_ids[turn.start : end].tolist()
         spans = [VersionSpan(0, 0, len(ids))]
-        part.append_action(ids, logprobs, spans, turn.finish_reason if end == turn.end else None)
+        over = end == turn.end and (ends or length > turn.end)
+        part.append_action(ids, logprobs, spans, turn.finish_reason if over else None)
+        if end == length:
+            return part
         at = turn.end
     return part
 
@@ -265,6 +268,17 @@ def test_an_episode_cut_anywhere_goes_on_to_the_same_end() -> None:
         assert len(environment.seen) == 3 and environment.closed == 1
         sampled = sum(len(reference) - turn.start for turn in reference.turns if turn.start <= length < turn.end)
         assert len(sampler.calls) == sum(turn.end > length for turn in reference.turns), (length, sampled)
+
+
+def test_nothing_is_sampled_after_the_end_of_a_turn_that_was_cut_before_it_was_over() -> None:
+    """Its stop token had been streamed and written down, and the kill came before the rest of the answer."""
+    reference = whole()
+    for number, turn in enumerate(reference.turns, 1):
+        trajectory, sampler = cut(reference, turn.end, ends=False), RuleSampler(6)
+        assert trajectory.open_turn == turn.start
+        asyncio.run(run_episode(sampler, PlainChat(), ScriptedEnvironment(3), trajectory, LIMITS))
+        assert trajectory.token_ids.tolist() == reference.token_ids.tolist()
+        assert trajectory.turns == reference.turns and len(sampler.calls) == 3 - number
 
 
 @dataclass
