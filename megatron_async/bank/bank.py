@@ -6,7 +6,7 @@ Invariants
   state before the call or the state after it.
 - States follow the machine in `states.py`; the database enforces it.
 - A batch holds complete groups only, oldest first, without a token older, in updates, than asked for.
-- Polling (`current_version`, `counts`, `admitted`, `peek_ready`) reads a few rows, however large the bank is.
+- Polling (`current_version`, `counts`, `admitted`, `peek_ready`, `places`) reads a few rows, however large the bank is.
 
 Any number of processes and threads may use one bank, each through its own `Bank.open`. A method blocks for as long
 as its transaction takes (milliseconds); an asyncio program calls it in a thread.
@@ -35,7 +35,7 @@ from megatron_async.bank import (
     scores,
     states,
 )
-from megatron_async.bank.batches import Step
+from megatron_async.bank.batches import Places, Step
 from megatron_async.bank.claims import Claims
 from megatron_async.bank.errors import BankAway, BankOpenError
 from megatron_async.bank.filtering import Filtered
@@ -282,6 +282,11 @@ class Bank:
     def peek_ready(self, group_size: int) -> int:
         """Complete groups that wait, stale ones not yet marked included."""
         return self._read(lambda conn: batches.ready(conn, group_size))
+
+    def places(self, groups: int, group_size: int) -> Places:
+        """Empty places in batches of so many groups, and how many batches were taken: what admission has to count
+        beside trajectories, where groups are kept without members that failed."""
+        return self._read(lambda conn: batches.places(conn, groups, group_size))
 
     def list_waiting(self, known: Container[str], min_updates: int, max_tokens: int) -> list[Trajectory]:
         """Finished trajectories that wait to be trained, oldest first, without those whose id is known.

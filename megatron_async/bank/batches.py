@@ -20,7 +20,7 @@ from megatron_async.bank import dialects, filtering, ledger
 from megatron_async.bank import groups as group_rows
 from megatron_async.bank.errors import BankError, TokensDiscarded
 from megatron_async.bank.states import State, move
-from megatron_async.bank.tables import groups, payloads, steps, trajectories
+from megatron_async.bank.tables import CLOSED_QUEUE, groups, payloads, steps, trajectories
 
 _GROUPS_AT_ONCE = 256  # keeps the number of parameters of one statement below every database's limit
 
@@ -37,6 +37,19 @@ class Step:
     metrics: dict[str, Any]
     reserved_at: float
     committed_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places in batches that stay empty, since groups were closed with fewer members than they have.
+
+    waiting: of groups that wait. reserved: of batches that are not committed. batches: that were taken so far, those of
+    steps that were given back left out.
+    """
+
+    waiting: int
+    reserved: int
+    batches: int
 
 
 def take(
@@ -78,6 +91,20 @@ def ready(conn: Connection, group_size: int) -> int:
     """Complete groups that wait."""
     query = select(func.count()).select_from(groups).where(groups.c.queue >= group_size)
     return int(conn.execute(query).scalar_one())
+
+
+def places(conn: Connection, wanted: int, group_size: int) -> Places:
+    """See `Bank.places`."""
+    closed = select(func.count(), func.coalesce(func.sum(groups.c.waiting), 0)).where(groups.c.queue == CLOSED_QUEUE)
+    n_groups, members = conn.execute(closed).one()
+    under_way = select(func.count(), func.coalesce(func.sum(steps.c.trajectories), 0))
+    n_steps, held = conn.execute(under_way.where(steps.c.state.in_(("reserved", "redo")))).one()
+    newest = conn.execute(select(func.max(steps.c.step))).scalar_one_or_none()
+    return Places(
+        waiting=max(0, n_groups * group_size - int(members)),
+        reserved=max(0, n_steps * wanted * group_size - int(held)),
+        batches=0 if newest is None else newest + 1,
+    )
 
 
 def waiting(conn: Connection, known: Container[str], min_updates: int, max_tokens: int) -> list[bytes]:

@@ -29,7 +29,8 @@ UNLIMITED = 2**31
 
 @dataclass(frozen=True, slots=True)
 class InPlay:
-    """What is under way at one moment.
+    """What is under way at one moment. A group that is kept without some of its members counts as if it had them all:
+    it takes the place of a group in a batch.
 
     trainer, sampling: updates behind the trainer's version and behind the oldest that an engine samples with,
     sampling <= trainer. waiting: trajectories finished and not yet trained, those of the step in progress included.

@@ -95,11 +95,11 @@ class RolloutController:
         self._status = status
         self._timeline = timeline or Timeline(None, "rollout")
         numbers = Numbers(bank, config.rollout.process, config.batch.group_size, config.rollout.takeover_s, clock)
-        self._ledger = Ledger(bank, numbers)
+        self._ledger = Ledger(bank, numbers, (config.batch.groups, config.batch.group_size))
         self._engines = EngineVersions(pool, self._ledger.lineage.updates)
         self._prompts = PromptStream(task_source, config.seed)
         self._admission = _admission(config)
-        self._before: tuple[int, InPlay] | None = None  # trajectories taken until the last look, and what was in play
+        self._before: tuple[int, InPlay] | None = None  # batches taken until the last look, and what was in play
         self._cursor = 0
         self._most = 0  # trajectories that may run and wait in the bank, by the last look
         self._settled = (0, 0, 0)
@@ -246,7 +246,7 @@ class RolloutController:
         await self._engines.refresh(view.version)
         now = self._in_play(view)
         self._drop_surplus(view)
-        self._before = view.taken, now
+        self._before = view.places.batches, now
         free = self._admission.room(now)
         self._most += free * self.config.batch.group_size
         slots = math.ceil((concurrency - self._unfinished + self._unseen) / self.config.batch.group_size)
@@ -266,17 +266,17 @@ class RolloutController:
         for group in self._groups.values():  # when versions go back, its tokens to come are older than those it has
             group.oldest = min(group.oldest, sampling)
         oldest = min((updates for updates in (self._oldest(), view.oldest) if updates is not None), default=None)
-        return InPlay(trainer, sampling, view.waiting, max(self._unfinished, view.running), oldest)
+        return InPlay(trainer, sampling, view.taking_part, max(self._unfinished, view.running), oldest)
 
     def _drop_surplus(self, view: BankView) -> None:
         """With over-sampling: once a batch was taken, the slowest groups of what was started for it are not wanted."""
         if self._before is None:
             return
         taken, before = self._before
-        batches = (view.taken - taken) // self.config.batch.trajectories
+        batches = view.places.batches - taken
         playing = [group for group in self._groups.values() if group.task_to_cancel and not group.surplus]
         left = sum(group.unfinished for group in playing)
-        count = self._admission.surplus(before, batches, view.waiting - view.reserved, left)
+        count = self._admission.surplus(before, batches, view.left, left)
         for group in sorted(playing, key=lambda group: group.group_id)[:count]:
             assert group.task_to_cancel is not None
             group.surplus = "over-sampling: among the slowest when a batch was full"

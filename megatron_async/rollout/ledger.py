@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, State, Version
+from megatron_async.bank import Bank, BankError, Issued, OpenGroup, Place, Places, State, Version
 from megatron_async.bank.lineage import Lineage
 from megatron_async.bank.requests import FINISHED, PHASE, WRITE_DOWN, WRITTEN_DOWN
 from megatron_async.errors import UserError
@@ -42,7 +42,8 @@ class BankView:
     """What the bank said at one moment.
 
     version: the current policy version. running: trajectories that some rollout plays. waiting: finished and not yet
-    trained, those reserved by the step in progress included; reserved: those. trained, stale, filtered: totals.
+    trained, those reserved by the step in progress included; reserved: those. trained, stale, filtered: totals. places:
+    what the batches of all these will lack, and how many batches were taken.
     finished: the run is over. oldest: the least of what other rollout processes hold their groups to be from, in
     updates, None where nobody plays. fresh: versions that were not known before. gone: numbers of other rollout
     processes that left work behind and that nobody holds.
@@ -56,14 +57,20 @@ class BankView:
     stale: int
     filtered: int
     finished: bool
+    places: Places
     oldest: int | None = None
     fresh: tuple[Version, ...] = ()
     gone: tuple[int, ...] = ()
 
     @property
-    def taken(self) -> int:
-        """Trajectories in batches, trained or in progress; a resume that trains recorded batches again keeps them."""
-        return self.trained + self.reserved
+    def taking_part(self) -> int:
+        """Places in batches that are taken by what waits, members that groups were kept without included."""
+        return self.waiting + self.places.waiting + self.places.reserved
+
+    @property
+    def left(self) -> int:
+        """Those of them outside the batches that were taken."""
+        return self.waiting - self.reserved + self.places.waiting
 
     @property
     def settled(self) -> tuple[int, int, int]:
@@ -90,11 +97,13 @@ class Ledger:
     """Asynchronous access to a `Bank` for one rollout process.
 
     numbers: its own number and the others of the bank, which draw from one stream of prompts (default: number 0, which
-    takes nothing over). What other processes play is seen in the counts and not touched while they are there.
+    takes nothing over). What other processes play is seen in the counts and not touched while they are there. batch:
+    its groups, and the members of one.
     """
 
-    def __init__(self, bank: Bank, numbers: Numbers | None = None) -> None:
+    def __init__(self, bank: Bank, numbers: Numbers | None = None, batch: tuple[int, int] = (1, 1)) -> None:
         self._bank = bank
+        self._batch = batch
         self.lineage = Lineage()
         """Of the versions up to the last look."""
         self._numbers = numbers or Numbers(bank)
@@ -138,7 +147,7 @@ class Ledger:
 
     def _look(self, oldest: int | None) -> BankView:
         others = self._numbers.look(oldest)
-        counts = self._bank.counts()
+        counts, places = self._bank.counts(), self._bank.places(*self._batch)
         version, known = self._bank.current_version(), self.lineage.newest
         return BankView(
             version=version,
@@ -149,6 +158,7 @@ class Ledger:
             stale=counts[State.STALE],
             filtered=counts[State.FILTERED],
             finished=self._bank.get_state(PHASE) == FINISHED,
+            places=places,
             oldest=others,
             fresh=tuple(self._bank.versions(above=known)) if version > known else (),
             gone=self._numbers.gone,

@@ -18,6 +18,7 @@ from megatron_async.bank import (
     Issued,
     OpenGroup,
     Place,
+    Places,
     State,
     TokensDiscarded,
     batches,
@@ -285,6 +286,22 @@ def test_a_partial_group_goes_as_it_is_once_closed(bank: Bank) -> None:
     assert bank.peek_ready(4) == 0  # a member still runs
     bank.finish_trajectory(end(last, status=Status.ENVIRONMENT_ERROR))
     assert ids(bank.take_batch(0, 1, 4, 0)) == ["g.0"]
+
+
+def test_places_that_kept_groups_leave_empty_are_counted(bank: Bank) -> None:
+    """Two groups of four to a batch, one of them kept with one member, and one with three."""
+    assert bank.places(2, 4) == Places(waiting=0, reserved=0, batches=0)
+    for name, members in (("a", 4), ("b", 1), ("c", 3)):
+        collect_group(bank, name, members)
+        bank.close_group(name, keep=True)
+    assert bank.places(2, 4) == Places(waiting=4, reserved=0, batches=0)
+    bank.take_batch(0, 2, 4, 0)
+    assert bank.places(2, 4) == Places(waiting=1, reserved=3, batches=1)
+    bank.record_version(1, 0, 0)
+    bank.commit_step(0, 0, 1, {})
+    assert bank.places(2, 4) == Places(waiting=1, reserved=0, batches=1)
+    bank.rollback_uncommitted(-1)  # the batch will be trained again as it was
+    assert bank.places(2, 4) == Places(waiting=1, reserved=3, batches=1)
 
 
 def test_a_group_given_up_is_filtered(bank: Bank, bank_url: str) -> None:

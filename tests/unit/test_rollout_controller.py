@@ -295,6 +295,28 @@ def test_partial_groups_are_trained_where_that_is_asked_for(tmp_path: Path, esti
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_groups_kept_without_members_take_the_place_of_whole_ones(tmp_path: Path, bound: int) -> None:
+    """Every group loses two of its four: counted by members, a batch had room for as many groups again, all too old."""
+    made: Counter[str] = Counter()
+
+    def make(task: Task) -> ScriptedEnvironment:
+        made[task.task_id] += 1
+        return ScriptedEnvironment(at={"reset": KeyError("broken")} if made[task.task_id] <= 2 else {})
+
+    async def scenario() -> None:
+        batch = BatchConfig(groups=2, group_size=4)
+        config = make_config(tmp_path, batch, max_staleness=bound, max_retries=0, partial_groups="keep")
+        with open_bank(config) as bank:
+            async with ScriptedEngine(4, token_s=0.002) as engine:
+                source = ScriptedSource(make)
+                _, trainer = await play(config, bank, engine, lambda c, t: t.train(6, seconds=0.03), source)
+                assert [len(batch) for batch in trainer.batches] == [4] * 6
+                assert bank.counts()[State.STALE] == 0 and max(trainer.gaps) == bound
+
+    asyncio.run(scenario())
+
+
 def test_engine_failures_are_repeated_and_never_rewards(tmp_path: Path) -> None:
     async def scenario() -> None:
         config = make_config(tmp_path)
