@@ -30,6 +30,10 @@ from sglang_bridge.errors import EngineError
 # A log-prob is at most 0; float32 log-softmax of a certain token may come out this far above.
 LOGPROB_SLACK = 1e-3
 
+_MOST = 2**31 - 1
+"""Of versions and counts: what is larger is none, and fits into no array of versions."""
+_DIGITS = 32
+
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -122,11 +126,13 @@ class Generation:
 
 
 def parse_version(label: object) -> int:
-    """The policy version a weight-version label stands for: a non-negative decimal integer."""
-    if isinstance(label, str) and label.isascii() and label.isdigit():
-        return int(label)
+    """The policy version a weight-version label stands for: a non-negative decimal integer of 31 bits."""
+    if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) <= _DIGITS:
+        version = int(label)
+        if version <= _MOST:
+            return version
     raise EngineError(
-        f"weight version {label!r} is not a version number; start the engine with --weight-version 0 "
+        f"weight version {label!r:.80} is not a version number up to {_MOST}; start the engine with --weight-version 0 "
         "(EngineServer does) or set it with EngineClient.set_version"
     )
 
@@ -145,7 +151,7 @@ def _count(meta: Mapping[str, Any], key: str) -> int:
     value = meta.get(key)
     if value is None:
         return 0
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= _MOST:
         raise EngineError(f"meta_info: field {key!r} is {value!r:.80}, expected a count")
     return value
 

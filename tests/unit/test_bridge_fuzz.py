@@ -131,12 +131,13 @@ def sse(events: list[Any]) -> bytes:
         [event([11], 1, finish=LENGTH, prompt=4)],  # another prompt's answer
         [event([11], 1, finish={"type": "bored"})],
         [event([11], 1, finish=LENGTH, num_retractions="many")],
+        [event([11], 1, finish=LENGTH, num_retractions=2**63)],
         [{"error": {"message": "scheduler died", "code": 500}}],
         [b"data: 12\n\n"], [b"data: null\n\n"], [b"\xff\xfe\n\n"], [b"<html>502 Bad Gateway</html>\n\n"], [b""],
         [*INCREMENTAL[:2], b""],
         [sse(INCREMENTAL)[:-30]],
     ],
-    ids=range(23),
+    ids=range(24),
 )  # fmt: skip
 def test_what_contradicts_itself_is_a_typed_error(broken: list[Any]) -> None:
     async def run() -> None:

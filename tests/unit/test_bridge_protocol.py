@@ -60,7 +60,9 @@ def test_neighbouring_spans_of_one_version_are_one() -> None:
     assert parse_spans([span(7, 0, 2), span(7, 2, 4), span(9, 4, 5)], 5) == [Span(7, 0, 4), Span(9, 4, 5)]
 
 
-@pytest.mark.parametrize("label", ["", "default", "-1", "1.5", "²", " 3", None, 3])
+@pytest.mark.parametrize(
+    "label", ["", "default", "-1", "1.5", "²", " 3", None, 3, str(2**31), "20261130120000", "9" * 5000]
+)
 def test_a_label_that_is_no_version_is_refused(label: object) -> None:
     with pytest.raises(EngineError, match="is not a version number"):
         parse_version(label)
