@@ -126,7 +126,7 @@ def logprob_array(logprobs: npt.ArrayLike, name: str) -> npt.NDArray[np.float32]
 
 def _int64(digits: str) -> int:
     value = int(digits)
-    if not -_INT64 <= value < _INT64:
+    if not -_INT64 <= value < 2 * _INT64:
         raise ValueError(f"{digits[:40]} does not fit into 64 bits")
     return value
 

@@ -27,8 +27,10 @@ import numpy.typing as npt
 
 from sglang_bridge.errors import EngineError
 
-# A log-prob is at most 0; float32 log-softmax of a certain token may come out this far above.
+# A log-prob is at most 0; float32 log-softmax of a certain token may come out this far above, and is taken as 0.
 LOGPROB_SLACK = 1e-3
+_LEAST_LOGPROB = -3.4e38
+"""What is below is no float32."""
 
 _MOST = 2**31 - 1
 """Of versions and counts: what is larger is none, and fits into no array of versions."""
@@ -171,9 +173,10 @@ def parse_logprobs(entries: Sequence[Any], ids: Sequence[int], where: str) -> li
         value = entry[0]
         if entry[1] != token:
             raise EngineError(f"{where}: log-prob {index} speaks of token {entry[1]!r}, the output has {token}")
-        if type(value) not in (float, int) or not math.isfinite(value) or value > LOGPROB_SLACK:
+        known = type(value) in (float, int) and math.isfinite(value)
+        if not known or not _LEAST_LOGPROB <= value <= LOGPROB_SLACK:
             raise EngineError(f"{where}: log-prob of token {index} (id {token}) is {value!r}, not a finite number <= 0")
-        logprobs.append(float(value))
+        logprobs.append(min(float(value), 0.0))
     return logprobs
 
 

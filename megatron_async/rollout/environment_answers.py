@@ -88,7 +88,7 @@ def _integer(digits: str) -> int | str:
         value = int(digits)
     except ValueError:  # thousands of digits
         return digits
-    return value if -_INT64 <= value < _INT64 else digits
+    return value if -_INT64 <= value < 2 * _INT64 else digits
 
 
 def _are_messages(messages: Iterable[Message]) -> bool:

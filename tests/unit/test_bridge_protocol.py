@@ -118,6 +118,7 @@ MALFORMED = [
     (with_meta(output_token_logprobs=[[-0.1, 11, None], [float("nan"), 12, None]]), "is nan"),
     (with_meta(output_token_logprobs=[[-0.1, 11, None], [float("-inf"), 12, None]]), "is -inf"),
     (with_meta(output_token_logprobs=[[-0.1, 11, None], [0.5, 12, None]]), "is 0.5"),
+    (with_meta(output_token_logprobs=[[-0.1, 11, None], [-1e39, 12, None]]), "is -1e"),
     (with_meta(output_token_logprobs=[[-0.1, 11, None], [-0.1, 13, None]]), "speaks of token 13"),
     (with_meta(output_token_logprobs=[[-0.1, 11, None], -0.1]), "log-prob entry 1 is -0.1"),
     (with_meta(completion_tokens=5), "counts 5 output tokens, 0 were received before and this event carries 2"),
@@ -139,6 +140,15 @@ MALFORMED = [
     ({"error": "no"}, "no"),
     ([], "event is list"),
 ]
+
+
+def test_a_log_prob_that_rounding_put_above_zero_is_zero() -> None:
+    """A trajectory takes none above 0; a streamed one is recorded by a background task, which has nobody to blame."""
+    rounded = event([11, 12], 2, finish=LENGTH, output_token_logprobs=[[5e-4, 11, None], [-0.25, 12, None]])
+    assert answer(rounded).logprobs == [0.0, -0.25]
+    collecting = Answer(prompt_tokens=3, max_new_tokens=4)
+    chunk = collecting.add(rounded)
+    assert chunk is not None and chunk.logprobs == [0.0, -0.25]
 
 
 @pytest.mark.parametrize(("malformed", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
