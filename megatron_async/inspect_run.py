@@ -1,11 +1,13 @@
 """`megatron-async inspect`: what a run's bank holds, and one trajectory with its versions, for people.
 
-Invariants: only reads; shows tokens as they are stored (ids decoded one segment at a time, never encoded again).
+Invariants: only reads; shows tokens as they are stored (ids decoded one segment at a time, never encoded again). Words
+of a policy or a tool are shown and nothing else: they are no markup, and control no terminal.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from megatron_async.trajectory import Trajectory
 
 _WIDTH = 120
 _SHOWN = 15
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and ends of lines
 
 
 def describe(run_path: Path, trajectory_id: str | None = None) -> str:
@@ -42,12 +45,12 @@ def describe(run_path: Path, trajectory_id: str | None = None) -> str:
             f"{run_path} has no bank yet (bank.sqlite); has the run got as far as starting its rollout?"
         )
     text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, highlight=False)
+    console = Console(file=text, width=_WIDTH, highlight=False, markup=False, emoji=False)
     if trajectory_id is None:
         _describe_bank(url, console)
     else:
         _describe_trajectory(config, url, trajectory_id, console)
-    return text.getvalue()
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.getvalue())
 
 
 def _describe_bank(url: str, console: Console) -> None:

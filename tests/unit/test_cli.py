@@ -226,6 +226,21 @@ def test_inspect_shows_the_bank_and_a_trajectory_version_by_version(tmp_path, ca
     assert "'nope'" in capsys.readouterr().err
 
 
+def test_inspect_shows_foreign_words_as_they_are(tmp_path, capsys):
+    """A reason quotes what a policy or a tool said: brackets are no markup, escapes reach no terminal."""
+    from megatron_async.bank import Bank
+
+    run = _run_with_a_trajectory(tmp_path)
+    reasons = ["KeyError: '[/INST]'", "[red]no[/red] :smile:", "a\x1b[2Jb"]
+    with Bank.open(f"sqlite:///{run / 'bank.sqlite'}") as bank:
+        for number, reason in enumerate(reasons):
+            bank.start_trajectory(Trajectory(f"u-{number}", "g-2", "p-1", SamplingParams(), {"goal": 1}))
+            bank.abandon_running(reason, [f"u-{number}"])
+    assert cli.main(["inspect", str(run)]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert all("".join(reason.split()).replace("\x1b", "\ufffd")[:8] in shown for reason in reasons)
+
+
 def test_inspect_of_no_run(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
