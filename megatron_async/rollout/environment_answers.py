@@ -6,16 +6,14 @@ failure, as an exception is. It ends its episode and no other.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_async.rollout.environment_calls import EpisodeFailure
 from megatron_async.rollout.environments.base import Message, Start, Step
+from megatron_async.rollout.readable import readable
 from megatron_async.trajectory import Status
-
-_INT64 = 2**63
 
 
 def start(answer: Start) -> Start:
@@ -61,34 +59,6 @@ def check_observation(messages: Sequence[Message]) -> None:
             "no_observation",
             "step returned neither messages nor done: the policy has nothing to answer",
         )
-
-
-def readable(info: object) -> dict[str, Any]:
-    """Words for people, as JSON: what JSON cannot hold (arrays of NumPy, NaN, huge integers) becomes text.
-
-    A policy can make an environment repeat its arguments, so none of these is worth a failure of the episode.
-    """
-    try:
-        text = json.dumps(info, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
-        value = json.loads(text, parse_int=_integer, parse_constant=str)
-    except (TypeError, ValueError, RecursionError) as error:
-        return {"unreadable": f"{type(error).__name__}: {error}"}
-    if value is None:
-        return {}
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def _plain(value: object) -> object:
-    item = getattr(value, "item", None)  # a NumPy scalar
-    return item() if callable(item) and getattr(value, "ndim", None) == 0 else repr(value)
-
-
-def _integer(digits: str) -> int | str:
-    try:
-        value = int(digits)
-    except ValueError:  # thousands of digits
-        return digits
-    return value if -_INT64 <= value < 2 * _INT64 else digits
 
 
 def _are_messages(messages: Iterable[Message]) -> bool:

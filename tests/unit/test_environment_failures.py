@@ -14,9 +14,10 @@ import pytest
 
 from megatron_async.bank import State
 from megatron_async.errors import UserError
-from megatron_async.rollout import blocking, environment_answers
+from megatron_async.rollout import blocking
 from megatron_async.rollout.agent_loop import run_episode
 from megatron_async.rollout.environments.base import Start, Step, Task
+from megatron_async.rollout.readable import readable
 from megatron_async.trajectory import SamplingParams, Status, Trajectory
 from tests.unit.scripted_engine import ScriptedEngine
 from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironment, ScriptedSource
@@ -111,9 +112,9 @@ def test_what_json_cannot_hold_in_the_info_becomes_text() -> None:
     assert Trajectory.from_bytes(trajectory.to_bytes()).info["reward"] == {
         "nan": "NaN", "many": str(10**30), "set": "{1}", "numpy": 0.5, "?": "?",
     }  # fmt: skip
-    assert "Circular" in environment_answers.readable(endless)["unreadable"]
-    assert environment_answers.readable(None) == {} and environment_answers.readable([1]) == {"value": [1]}
-    json.dumps(environment_answers.readable({"deep": json.loads("[" * 900 + "]" * 900)}))
+    assert "Circular" in readable(endless)["unreadable"]
+    assert readable(None) == {} and readable([1]) == {"value": [1]}
+    json.dumps(readable({"deep": json.loads("[" * 900 + "]" * 900)}))
 
 
 class _Stubborn(ScriptedEnvironment):

@@ -283,6 +283,50 @@ def test_tasks_of_a_process_that_stands_still_come_from_the_next(
     assert source._process.ensure()[1] == 2
 
 
+def test_an_episode_that_exits_leaves_the_process_and_the_others_alone(tmp_path: Path) -> None:
+    """And a reward's info is made readable as it is in this process."""
+    code = """
+from megatron_async.rollout.environments.base import Start, Task
+
+class Episode:
+    async def reset(self):
+        return Start([])
+    async def step(self, turn):
+        raise SystemExit(3)
+    async def reward(self):
+        return 1.0, {"nan": float("nan"), "set": {1}}
+    async def close(self):
+        pass
+
+class Tasks:
+    split, size = "heldout", 1
+    def task(self, index):
+        return Task("t", {})
+    def environment(self, task):
+        return Episode()
+
+def build(options, split, seed):
+    return Tasks()
+"""
+    (tmp_path / "exiting.py").write_text(code)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{tmp_path}" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    source = serve_tasks(str(python), "exiting:build", {}, "heldout", 0)
+
+    async def both() -> Any:
+        leaving, staying = (source.environment(source.task(0)) for _ in range(2))
+        await leaving.reset(), await staying.reset()
+        with pytest.raises(EnvironmentFailure, match="SystemExit: 3"):
+            await leaving.step(AssistantTurn("x"))
+        return await staying.reward()
+
+    try:
+        assert asyncio.run(both()) == (1.0, {"nan": "NaN", "set": "{1}"})
+    finally:
+        client._process(str(python)).stop()
+
+
 def test_replayability_and_labels_are_those_of_the_source(standing: Any) -> None:
     source = standing()
     assert isinstance(source, ReplayableTaskSource)

@@ -54,7 +54,7 @@ def decode(line: bytes) -> dict[str, Any]:
     return value
 
 
-def failure(error: Exception) -> dict[str, Any]:
+def failure(error: BaseException) -> dict[str, Any]:
     """The answer that raises `error` on the other side."""
     kinds = (
         ("environment_failure", EnvironmentFailure),

@@ -40,6 +40,7 @@ from megatron_async.rollout.environments.served.protocol import (
     outcome_from,
     turn_from,
 )
+from megatron_async.rollout.readable import readable
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Connection:
         """Answer requests until the other side hangs up."""
         try:
             while line := await reader.readline():
-                writer.write(encode(await self._answer(line)))
+                writer.write(await self._answer(line))
                 await writer.drain()
         except ConnectionError:
             logger.info("a connection broke")
@@ -91,13 +92,13 @@ class Connection:
             if self._environment is not None:
                 await self._environment.close()
 
-    async def _answer(self, line: bytes) -> dict[str, Any]:
+    async def _answer(self, line: bytes) -> bytes:
         try:
             request = decode(line)
-            return {"result": await self._call(request.pop("call"), request)}
-        except Exception as error:
+            return encode({"result": await self._call(request.pop("call"), request)})
+        except (Exception, SystemExit) as error:  # one episode that exits must not end the others
             logger.warning("answered with an error", exc_info=True)
-            return failure(error)
+            return encode(failure(error))
 
     async def _call(self, name: str, request: dict[str, Any]) -> Any:
         if name == "ping":  # a sign of life: the event loop goes round
@@ -127,7 +128,8 @@ class Connection:
         if name == "step":
             return as_json(await environment.step(turn_from(request["turn"])))
         if name == "reward":
-            return await environment.reward()
+            reward, info = await environment.reward()
+            return float(reward), readable(info)
         if name == "close":
             self._environment = None
             await environment.close()
