@@ -7,7 +7,7 @@ failure, as an exception is. It ends its episode and no other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_async.rollout.environment_calls import EpisodeFailure
@@ -19,7 +19,7 @@ from megatron_async.trajectory import Status
 def start(answer: Start) -> Start:
     """What `reset` answered. Raises EpisodeFailure."""
     try:
-        good = isinstance(answer.tools, list) and _are_messages(answer.messages)
+        good = isinstance(answer.tools, list | tuple) and _are_messages(answer.messages)
     except (AttributeError, TypeError) as error:
         raise _bad("reset", answer, "a Start") from error
     if not good:
@@ -44,7 +44,7 @@ def reward(answer: tuple[float, dict[str, Any]]) -> tuple[float, dict[str, Any]]
     try:
         value, info = answer
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _bad("reward", answer, "(a number, info)") from error
     if not math.isfinite(number):
         raise _bad("reward", answer, "(a finite number, info)")
@@ -61,8 +61,11 @@ def check_observation(messages: Sequence[Message]) -> None:
         )
 
 
-def _are_messages(messages: Iterable[Message]) -> bool:
-    return all(isinstance(message.role, str) and isinstance(message.content, str) for message in messages)
+def _are_messages(messages: Sequence[Message]) -> bool:
+    """A list: of a generator, looking would leave nothing."""
+    return isinstance(messages, list | tuple) and all(
+        isinstance(message.role, str) and isinstance(message.content, str) for message in messages
+    )
 
 
 def _bad(method: str, answer: object, wanted: str) -> EpisodeFailure:

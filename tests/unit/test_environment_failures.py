@@ -16,7 +16,7 @@ from megatron_async.bank import State
 from megatron_async.errors import UserError
 from megatron_async.rollout import blocking
 from megatron_async.rollout.agent_loop import run_episode
-from megatron_async.rollout.environments.base import Start, Step, Task
+from megatron_async.rollout.environments.base import Message, Start, Step, Task
 from megatron_async.rollout.readable import readable
 from megatron_async.trajectory import SamplingParams, Status, Trajectory
 from tests.unit.scripted_engine import ScriptedEngine
@@ -79,12 +79,14 @@ def test_whatever_happens_at_the_close_the_outcome_stands(call: Callable[[], Any
         ("reset", None),
         ("reset", Start(None)),  # type: ignore[arg-type]
         ("reset", Start(["hello"])),  # type: ignore[list-item]
+        ("reset", Start(iter([Message("user", "hello")]))),  # type: ignore[arg-type]
         ("step", None),
         ("step", Step("hello", done=False)),  # type: ignore[arg-type]
         ("step", Step([None], done=False)),  # type: ignore[list-item]
         ("reward", None),
         ("reward", 1.0),
         ("reward", (None, {})),
+        ("reward", (10**400, {})),
         ("reward", (float("nan"), {})),
         ("reward", (float("-inf"), {})),
     ],
