@@ -207,7 +207,7 @@ class EngineClient:
         try:
             async with self._http().post(
                 f"{self.url}/generate", data=orjson.dumps(body), timeout=timeout,
-                headers=self._headers,
+                headers=self._headers, allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise EngineError(_error_text(await response.read()), status=response.status, url=self.url)
@@ -220,6 +220,8 @@ class EngineClient:
             raise EngineTimeout(f"{what}: no answer for {self.stall_s:g} s", url=self.url) from error
         except _CONNECTION_ERRORS as error:
             raise EngineUnreachable(f"{what}: {_describe(error)}", url=self.url) from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{what}: {_no_answer(error)}", url=self.url) from error
 
     def _decode(self, record: bytes, what: str) -> object:
         try:
@@ -342,7 +344,7 @@ class EngineClient:
             try:
                 async with self._http().request(
                     method, self.url + path, data=data, timeout=timeout,
-                    headers=self._headers,
+                    headers=self._headers, allow_redirects=False,
                 ) as response:
                     content = await response.read()
                     return self._control_answer(path, response.status, content)
@@ -353,6 +355,8 @@ class EngineClient:
                     raise EngineUnreachable(f"{path}: {_describe(error)}", url=self.url) from error
                 self.counters.retries += 1
                 await asyncio.sleep(0.1 * 2**attempt)
+            except aiohttp.ClientError as error:
+                raise EngineError(f"{path}: {_no_answer(error)}", url=self.url) from error
         raise AssertionError("unreachable: the loop returns or raises")
 
     def _control_answer(self, path: str, status: int, content: bytes) -> dict[str, Any]:
@@ -405,3 +409,8 @@ def _error_text(content: bytes) -> str:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _no_answer(error: aiohttp.ClientError) -> str:
+    """What came instead of an HTTP answer: whoever listens there may be no engine at all."""
+    return f"what listens there does not speak HTTP: {' '.join(_describe(error).split()):.300}"

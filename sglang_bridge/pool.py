@@ -407,4 +407,4 @@ class EnginePool:
 
 def _elsewhere(error: EngineError) -> bool:
     """Whether another engine may do better: not when this one refused the request itself."""
-    return error.status is None or error.status >= 500 or error.status in _NOT_NOW
+    return error.status is None or not 400 <= error.status < 500 or error.status in _NOT_NOW

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -121,3 +122,21 @@ async def stay_silent(_request: web.Request, _body: dict[str, Any]) -> web.Strea
     """Never answer."""
     await asyncio.sleep(60)
     return web.Response()
+
+
+@asynccontextmanager
+async def raw_endpoint(answer: bytes) -> AsyncIterator[str]:
+    """The address of something that answers every connection with these bytes, and closes it."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read(2**16)
+            writer.write(answer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge import (
+    EngineClient,
     EngineError,
     EnginePool,
     EngineTimeout,
@@ -33,6 +34,7 @@ from tests.unit.bridge_endpoint import (
     drop_after,
     drop_connection,
     event,
+    raw_endpoint,
     span,
     stay_silent,
 )
@@ -241,5 +243,47 @@ def test_nobody_listening_is_unreachable() -> None:
         async with EnginePool(["http://127.0.0.1:9"], retries=0, deadline_s=30) as pool:
             with pytest.raises(EngineUnreachable):
                 await pool.generate([1, 2, 3], OPTIONS)
+
+    asyncio.run(run())
+
+
+NO_ENGINE = [
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+    b"\x15\x03\x01\x00\x02\x02\x46",
+    b"",
+    b"HTTP/1.1 200 OK\r\nX-Long: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: abc\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}",
+    b"HTTP/1.1 200 OK\r\nContent-Encoding: zstd\r\nContent-Length: 2\r\n\r\n{}",
+    b"HTTP/1.1 302 Found\r\nLocation: foo://[x\r\nContent-Length: 0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("answer", NO_ENGINE)
+def test_what_is_no_engine_at_all_is_an_error_of_the_engine_and_no_defect(answer: bytes) -> None:
+    """An engine's port may have gone to another program when the engine ended, or be a proxy's."""
+
+    async def run() -> None:
+        async with raw_endpoint(answer) as url, ScriptedEndpoint(INCREMENTAL) as good, \
+                EngineClient(url, retries=0) as client, EnginePool([url, good.url], retries=0) as pool:
+            for call in (client.version, client.info, client.load, client.pause, client.resume):
+                with pytest.raises(EngineError, match=url):
+                    await call()
+            with pytest.raises(EngineError, match=url):
+                await client.score([1, 2, 3])
+            assert await pool.versions(30) == {good.url: 7}
+            await pool.probe()
+            assert_true_answer(await pool.generate([1, 2, 3], OPTIONS, on_chunk=lambda chunk: None))
+
+    asyncio.run(run())
+
+
+def test_nobody_is_led_to_another_address() -> None:
+    async def run() -> None:
+        async with ScriptedEndpoint(INCREMENTAL, INCREMENTAL) as good:
+            there = f"HTTP/1.1 307 Moved\r\nLocation: {good.url}/generate\r\nContent-Length: 0\r\n\r\n".encode()
+            async with raw_endpoint(there) as url, EnginePool([url, good.url], retries=0) as pool:
+                assert_true_answer(await pool.generate([1, 2, 3], OPTIONS, on_chunk=lambda chunk: None))
+                assert "HTTP 307" in pool._members[0].last_failure
 
     asyncio.run(run())
