@@ -36,6 +36,7 @@ OnChunk = Callable[[Chunk], None | Awaitable[None]]
 _KEEP_ALIVE_S = 3.0
 # Routed experts of a whole sequence are the largest thing an event carries.
 _LARGEST_RECORD = 2**30
+_LOAD_COUNTS = ("num_running_reqs", "num_waiting_reqs", "num_total_tokens")
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 
 
@@ -288,9 +289,11 @@ class EngineClient:
     async def load(self) -> dict[str, Any]:
         """Running and waiting requests and tokens in use (first data-parallel rank)."""
         loads = (await self._call("GET", "/v1/loads")).get("loads")
-        if not isinstance(loads, list) or not loads:
-            raise EngineError(f"/v1/loads has no entry in 'loads': {loads!r}", url=self.url)
-        return dict(loads[0])
+        load = loads[0] if isinstance(loads, list) and loads else None
+        if not isinstance(load, dict) or any(type(load.get(name)) is not int for name in _LOAD_COUNTS):
+            raise EngineError(f"/v1/loads: its first entry has no {', '.join(_LOAD_COUNTS)}: {loads!r:.200}",
+                              url=self.url)
+        return load
 
     async def version(self) -> int:
         """The version of the weights the engine samples with now."""

@@ -40,49 +40,59 @@ class Canary:
         return at, abs(scores[at] - self.logprobs[at])
 
 
-def check_scores(url: str, version: int, canary: Canary, scores: Sequence[float], start: int) -> None:
-    """Refuse an engine's scores of a canary. ``start``: tokens before it came from the prefix cache.
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with the engine at ``url``."""
 
-    Raises:
-        PublishError: one of them is farther off than the tolerance.
-    """
+    url: str
+    text: str
+
+
+def scores_problem(url: str, version: int, canary: Canary, scores: Sequence[float], start: int) -> Problem | None:
+    """What an engine's scores of a canary are no proof for; None where they are one. ``start``: tokens before it came
+    from the prefix cache."""
     at, difference = canary.worst(scores, start)
-    if not difference <= canary.tolerance:  # a NaN fails too
-        raise PublishError(
-            f"{url} does not sample as version {version}: the canary's token {at} has log-prob {scores[at]:.6f}, "
-            f"expected {canary.logprobs[at]:.6f}, tolerance {canary.tolerance:g} "
-            f"({'over the prefix cache' if start else 'recomputed'}). It is paused.",
-            urls=(url,),
-        )
+    if difference <= canary.tolerance:  # a NaN fails
+        return None
+    return Problem(
+        url,
+        f"{url} does not sample as version {version}: the canary's token {at} has log-prob {scores[at]:.6f}, "
+        f"expected {canary.logprobs[at]:.6f}, tolerance {canary.tolerance:g} "
+        f"({'over the prefix cache' if start else 'recomputed'}). It is paused.",
+    )
 
 
 def check_hashable(url: str, info: dict[str, Any]) -> None:
     """Refuse to compare hashes with an engine that hashes otherwise. ``info``: what it says of itself."""
-    if info.get("device") != "cpu" or engine_processes(info) != 1:
+    if info.get("device") != "cpu" or engine_processes(url, info) != 1:
         raise PublishError(
             f"{url}: checksums need an engine on a CPU without tensor parallelism, this one has device "
-            f"{info.get('device')!r} and {engine_processes(info)} processes; verify with a canary instead"
+            f"{info.get('device')!r} and {engine_processes(url, info)} processes; verify with a canary instead"
         )
 
 
-def check_hashes(url: str, version: int, sums: EngineChecksums, answer: dict[str, Any]) -> None:
-    """Compare an engine's hashes with those of what was sent.
-
-    Raises:
-        PublishError: a parameter differs, is missing, or is not the model's.
-    """
+def hashes_problem(url: str, version: int, sums: EngineChecksums, answer: dict[str, Any]) -> Problem | None:
+    """How an engine's hashes differ from those of what was sent: a parameter differs, is missing, or is not the
+    model's. None where they are the same."""
     try:
         sums.compare(answer["ranks"][0]["checksums"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise PublishError(f"{url}: /weights_checker gave no checksums: {str(answer)[:200]}", urls=(url,)) from error
+    except (KeyError, IndexError, TypeError):
+        return Problem(url, f"{url}: /weights_checker gave no checksums: {str(answer)[:200]}")
     except ValueError as error:
-        text = f"{url} does not hold version {version}: {error}. It stays paused."
-        raise PublishError(text, urls=(url,)) from error
+        return Problem(url, f"{url} does not hold version {version}: {error}. It stays paused.")
+    return None
 
 
-def engine_processes(info: dict[str, Any]) -> int:
-    """Processes of an engine that hold a part of the weights."""
-    return int(info.get("tp_size", 1)) * int(info.get("pp_size", 1))
+def engine_processes(url: str, info: dict[str, Any]) -> int:
+    """Processes of an engine that hold a part of the weights. ``info``: what it says of itself.
+
+    Raises:
+        PublishError: it does not say that.
+    """
+    tensor, pipeline = info.get("tp_size", 1), info.get("pp_size", 1)
+    if type(tensor) is not int or type(pipeline) is not int or min(tensor, pipeline) < 1:
+        raise PublishError(f"{url}: /server_info says tp_size {tensor!r:.80} and pp_size {pipeline!r:.80}", urls=(url,))
+    return tensor * pipeline
 
 
 def hashed(tensors: Iterable[tuple[str, Tensor]], sums: EngineChecksums) -> Iterator[tuple[str, Tensor]]:

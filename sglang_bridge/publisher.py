@@ -39,12 +39,13 @@ from sglang_bridge.engine_calls import EngineCalls, failed
 from sglang_bridge.errors import EngineError, PublishError
 from sglang_bridge.proof import (
     Canary,
+    Problem,
     check_hashable,
-    check_hashes,
-    check_scores,
     engine_processes,
     hashed,
+    hashes_problem,
     read_checkpoint,
+    scores_problem,
 )
 from sglang_bridge.weight_group import WeightGroup, address_towards
 
@@ -168,7 +169,7 @@ class Publisher:
             self._refuse_overlap(infos)
         if self.transport == "disk":
             return
-        sizes = [engine_processes(info) for info in infos]
+        sizes = [engine_processes(url, info) for url, info in zip(self.urls, infos)]
         offsets = [1 + sum(sizes[:index]) for index in range(len(sizes))]
         address = self._address or address_towards(self.urls)
         group = WeightGroup(address, 1 + sum(sizes), backend=self.backend, deadline_s=self.deadline_s)
@@ -384,8 +385,8 @@ class Publisher:
         answers = self._calls.everywhere(
             "hash its weights", lambda client: client.call("/weights_checker", {"action": "checksum"})
         )
-        for url, answer in zip(self.urls, answers):
-            check_hashes(url, version, sums, answer)
+        _refuse([problem for url, answer in zip(self.urls, answers)
+                 if (problem := hashes_problem(url, version, sums, answer))])
 
     def _check_canary(self, version: int, canary: Canary) -> None:
         """Score twice: recomputed, and over the prefix cache, where keys and values of old weights would show."""
@@ -394,12 +395,12 @@ class Publisher:
             scores = self._calls.settle("score the canary", [
                 self._calls.submit(client.score(canary.input_ids, start=start)) for client in self._calls.clients
             ])
+            problems = []
             for client, score in zip(self._calls.clients, scores):
-                try:
-                    check_scores(client.url, version, canary, score, start)
-                except PublishError:
+                if problem := scores_problem(client.url, version, canary, score, start):
                     self._quarantine(client)
-                    raise
+                    problems.append(problem)
+            _refuse(problems)
 
     def _quarantine(self, client: EngineClient) -> None:
         """Let it sample no further. Whether it still hears that does not matter: it is being reported."""
@@ -421,6 +422,12 @@ class Publisher:
         concurrent.futures.wait(calls, timeout=2.0)
         # The traceback is dropped: its frames would keep the group's store, and with it waiting peers, alive.
         raise failed(step, blamed, len(calls), cause) from cause.with_traceback(None)
+
+
+def _refuse(problems: Sequence[Problem]) -> None:
+    """Raise for all engines that failed a proof, if any did: one that is not named would go on unproven."""
+    if problems:
+        raise PublishError(" ".join(problem.text for problem in problems), urls=tuple(p.url for p in problems))
 
 
 def _requests(load: dict[str, Any]) -> int:
