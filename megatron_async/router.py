@@ -8,11 +8,12 @@ on their way through it are the rollout's to send again. `tick` never waits for 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_async.config.schema import EngineConfig, RunConfig
+from megatron_async.config.schema import RunConfig
 from megatron_async.engine_key import read_key
 from megatron_async.observe import RunFiles
 from megatron_async.restarting import RestartBudget
@@ -30,9 +31,10 @@ _RUNNING, _STARTING, _PAUSING = "running", "starting", "waits to be started"
 class Router:
     """The router of a run, which has been started and answers. url: its address. say: where to tell what happens."""
 
-    def __init__(self, part: Part, control: RouterControl, config: EngineConfig, say: Callable[[str], None]) -> None:
-        self._part, self._control, self._config, self._say = part, control, config, say
-        self._budget = RestartBudget(config)
+    def __init__(self, part: Part, control: RouterControl, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._part, self._control, self._config, self._say = part, control, config.engines, say
+        self._publish_s = config.publish.deadline_s
+        self._budget = RestartBudget(config.engines)
         self._state, self._until = _RUNNING, 0.0
         self._wanted: list[str] = []
         self._told: tuple[list[str], float] | None = None
@@ -48,11 +50,16 @@ class Router:
         if self._told is not None and self._told[0] == self._wanted and now - self._told[1] < _AGAIN_S:
             return
         try:
-            self._control.set_workers(urls)
+            has_them = self._control.set_workers(urls)
         except EngineError as error:
-            self._silent(error)
-        else:
-            self._told, self._heard_of = (self._wanted, now), now
+            self._without_list(self._config.health_deadline_s, "engines.health_deadline_s", str(error))
+            return
+        self._told = self._wanted, now
+        if has_them:
+            self._heard_of = now
+        else:  # it adds an engine once that answers, which one that loads weights need not
+            limit_s = self._config.health_deadline_s + self._publish_s
+            self._without_list(limit_s, "engines.health_deadline_s + publish.deadline_s", "it answers and does nothing")
 
     def tick(self) -> None:
         """Look after it; call it about twice a second. Raises PartFailed when it failed too often."""
@@ -73,11 +80,10 @@ class Router:
         elif time.monotonic() > self._until:
             self._failed(_not_ready(self._part, self._config.start_deadline_s))
 
-    def _silent(self, error: EngineError) -> None:
-        silent = time.monotonic() - self._heard_of
-        if silent > self._config.health_deadline_s:
-            limit = f"{silent:.0f} s (engines.health_deadline_s)"
-            self._failed(f"router has not taken its list of engines for {limit}, last: {error}")
+    def _without_list(self, limit_s: float, option: str, last: str) -> None:
+        seconds = time.monotonic() - self._heard_of
+        if seconds > limit_s:
+            self._failed(f"router has not taken its list of engines for {seconds:.0f} s ({option}), last: {last}")
 
     def _failed(self, reason: str) -> None:
         stop_all([self._part], grace_s=0.0)  # also what it left behind
@@ -96,13 +102,15 @@ def router(config: RunConfig, files: RunFiles, say: Callable[[str], None]) -> It
         yield None
         return
     port, metrics = claim_port(_HOST, 0), claim_port(_HOST, 0)
-    part = Part("router", router_command(_HOST, port, metrics), files.logs / "router.log")
+    straight = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    command = router_command(_HOST, port, metrics)
+    part = Part("router", command, files.logs / "router.log", inherited=straight)  # it speaks with engines alone
     control = RouterControl(f"http://{_HOST}:{port}", read_key(files.root))
     with supervised([part]):
         part.start()
         _wait(control, part, config.engines.start_deadline_s)
         say(f"router ready at {control.url}")
-        yield Router(part, control, config.engines, say)
+        yield Router(part, control, config, say)
 
 
 def _wait(control: RouterControl, part: Part, deadline_s: float) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_bridge import direct_http
 from sglang_bridge.errors import EngineError, EngineUnreachable
 
 # Longer than any generation; the pool's own deadline comes first.
@@ -49,36 +48,36 @@ class RouterControl:
 
     def workers(self) -> dict[str, str]:
         """The router's id of each worker, by the worker's address."""
-        listed = self._call("GET", "/workers").get("workers")
-        if not isinstance(listed, list):
-            raise EngineError(f"/workers lists no workers: {listed!r:.200}", url=self.url)
-        return {str(worker["url"]).rstrip("/"): str(worker["id"]) for worker in listed}
+        listed: Any = self._call("GET", "/workers").get("workers")
+        try:
+            return {str(worker["url"]).rstrip("/"): str(worker["id"]) for worker in listed}
+        except (TypeError, KeyError) as error:
+            raise EngineError(f"/workers lists no workers: {listed!r:.200}", url=self.url) from error
 
-    def set_workers(self, urls: Iterable[str]) -> None:
-        """Ask the router to send requests to these engines and to no others.
+    def set_workers(self, urls: Iterable[str]) -> bool:
+        """Ask the router to send requests to these engines and to no others; whether it did so already.
 
         Raises:
             EngineUnreachable: the router does not answer.
-            EngineError: it refuses.
+            EngineError: it refuses, or answers nonsense.
         """
         wanted, present = {url.rstrip("/") for url in urls}, self.workers()
         for url in present.keys() - wanted:
             self._call("DELETE", f"/workers/{present[url]}")
         for url in sorted(wanted - present.keys()):
             self._call("POST", "/workers", {"url": url, **({"api_key": self._key} if self._key else {})})
+        return wanted == present.keys()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.url + path, method=method, data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(request, timeout=_CALL_S) as response:
-                content = response.read()
-        except urllib.error.HTTPError as error:
-            text = error.read()[:500].decode("utf-8", "replace")
-            raise EngineError(f"{method} {path}: {text}", status=error.code, url=self.url) from error
-        except OSError as error:
-            raise EngineUnreachable(f"{method} {path}: {error}", url=self.url) from error
-        answer = json.loads(content) if content.lstrip().startswith(b"{") else {}
-        return dict(answer)
+            status, content = direct_http.request(self.url + path, _CALL_S, method=method, body=data)
+        except direct_http.NO_ANSWER as error:
+            raise EngineUnreachable(f"{method} {path}: {error!r:.300}", url=self.url) from error
+        if not 200 <= status < 300:
+            text = content[:500].decode("utf-8", "replace")
+            raise EngineError(f"{method} {path}: {text}", status=status, url=self.url)
+        try:
+            return dict(json.loads(content)) if content.lstrip().startswith(b"{") else {}
+        except ValueError as error:
+            raise EngineError(f"{method} {path}: not JSON ({error}): {content[:120]!r}", url=self.url) from error

@@ -23,8 +23,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +31,7 @@ from typing import Self
 
 import psutil
 
+from sglang_bridge import direct_http
 from sglang_bridge.errors import EngineStartError
 from sglang_bridge.lifetime import KEY_VARIABLE, PARENT_VARIABLE
 
@@ -180,6 +179,9 @@ class EngineServer:
         # A launcher's rank variables would make the server join the launcher's process group.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
+        for name in ("no_proxy", "NO_PROXY"):  # SGLang's first request is one to itself
+            around = (environment.get(name, ""), self.host, "127.0.0.1", "localhost", "::1")
+            environment[name] = ",".join(filter(None, around))
         if self.options.api_key:
             environment[KEY_VARIABLE] = self.options.api_key  # command lines can be read by every user
         return {**environment, **self.options.environment}
@@ -314,9 +316,8 @@ def check_checkpoint(model_path: str) -> None:
 
 def _answers(url: str, timeout_s: float = 5.0) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+        return direct_http.request(url, timeout_s)[0] == 200
+    except direct_http.NO_ANSWER:
         return False
 
 

@@ -1,6 +1,6 @@
 """A program with the HTTP face of sglang-router: its health and its list of workers, kept in memory.
 
-usage: fake_router.py PORT [FILE]: with FILE, ends at once when that exists.
+usage: fake_router.py PORT FILE: ends at once when FILE exists; while FILE.deaf does, it takes no engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        WORKERS[str(len(WORKERS))] = body["url"]
+        if not Path(f"{sys.argv[2]}.deaf").exists():
+            WORKERS[str(len(WORKERS))] = body["url"]
         self._answer({})
 
     def do_DELETE(self) -> None:
@@ -39,6 +40,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 and Path(sys.argv[2]).exists():
+    if Path(sys.argv[2]).exists():
         sys.exit("cannot listen: planned")
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from sglang_bridge import EngineServer, EngineStartError, ServerOptions, cpu_backend
+from sglang_bridge.event_loop import BackgroundLoop
 from sglang_bridge.server import claim_port
+from tests.unit.bridge_endpoint import raw_endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,3 +107,17 @@ def test_every_adjustment_gives_its_reason() -> None:
     for name, (reason, apply) in cpu_backend.ADJUSTMENTS.items():
         assert len(reason.split()) > 6, name
         assert callable(apply)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZ"]
+)
+def test_a_program_that_took_the_port_is_no_engine_that_answers(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = BackgroundLoop("not-an-engine")
+    try:
+        url = loop.run(raw_endpoint(answer).__aenter__())
+        server = EngineServer("m", port=int(url.rsplit(":", 1)[1]), log_path="log")
+        monkeypatch.setattr(server, "alive", lambda: True)
+        assert not server.answers()
+    finally:
+        loop.close()

@@ -21,7 +21,10 @@ from megatron_async.observe import RunFiles
 from megatron_async.restarting import RestartBudget
 from megatron_async.router import Router, router
 from megatron_async.supervise import PartFailed
+from sglang_bridge import EngineError, EngineServer
+from sglang_bridge.event_loop import BackgroundLoop
 from sglang_bridge.router import RouterControl
+from tests.unit.bridge_endpoint import raw_endpoint
 from tests.unit.configs import write_config
 
 FAKE = str(Path(__file__).with_name("fake_router.py"))
@@ -83,6 +86,64 @@ def test_one_that_takes_no_list_is_started_again(config: RunConfig, monkeypatch:
         assert "has not taken its list of engines for" in said[-1]
         until(front, lambda: any("answers again" in text for text in said))
         assert list(RouterControl(front.url).workers()) == [A]
+
+
+def test_one_that_answers_and_takes_no_engine_is_started_again(config: RunConfig, tmp_path: Path) -> None:
+    impatient = replace(config.engines, health_deadline_s=0.2)
+    config = replace(config, engines=impatient, publish=replace(config.publish, deadline_s=0.2))
+    said: list[str] = []
+    with router(config, RunFiles(config.run_path), said.append) as front:
+        assert front is not None
+        front.follow([A])
+        deaf = tmp_path / "broken.deaf"
+        deaf.touch()
+        until(front, lambda: bool(front.follow([A, B]) or len(said) > 1))
+        limit = "engines.health_deadline_s + publish.deadline_s"
+        assert f"({limit}), last: it answers and does nothing" in said[1] and "started again in" in said[1]
+        deaf.unlink()
+        until(front, lambda: any("answers again" in text for text in said))
+        assert sorted(RouterControl(front.url).workers()) == [A, B]
+
+
+def http(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"", http(b'{"workers": [')[:-3], http(b'{"workers": ['), http(b'{"workers": [7]}'),
+     http(b'{"workers": [{"url": 1}]}'), http(b'{"workers": null}'), http(b'{"workers": 3}'), http(b"[]"),
+     b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\n{}", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZ"],
+)  # fmt: skip
+def test_nonsense_from_where_a_router_was_is_its_failure_and_no_defect(answer: bytes) -> None:
+    loop = BackgroundLoop("not-a-router")
+    listening = raw_endpoint(answer)
+    try:
+        url = loop.run(listening.__aenter__())
+        with pytest.raises(EngineError, match=url):
+            RouterControl(url).set_workers([A])
+    finally:
+        loop.close()
+
+
+def test_servers_of_our_own_are_asked_directly_whatever_proxy_the_environment_names(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with router(config, RunFiles(config.run_path), lambda text: None) as front:
+        assert front is not None
+        front.follow([A])
+        assert list(RouterControl(front.url).workers()) == [A]
+        engine = EngineServer("m", port=int(front.url.rsplit(":", 1)[1]), log_path="log")
+        monkeypatch.setattr(engine, "alive", lambda: True)
+        assert engine.answers()
+        assert not any(name.lower().endswith("_proxy") for name in front._part._environment)
+    around = engine._environment()
+    assert around["http_proxy"] == "http://127.0.0.1:9"  # a model may come from a hub
+    assert around["no_proxy"] == around["NO_PROXY"] == "127.0.0.1,127.0.0.1,localhost,::1"
 
 
 def test_one_that_cannot_start_again_ends_the_run_with_the_reason(config: RunConfig, tmp_path: Path) -> None:
