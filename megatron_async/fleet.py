@@ -27,8 +27,8 @@ from megatron_async.restarting import RestartBudget
 from megatron_async.roster import LATE, Engine
 from megatron_async.supervise import StopRequested, describe_exit, on_second_signal
 from sglang_bridge import EngineClient, EngineError, EngineServer, EngineStartError, ServerOptions
+from sglang_bridge.addresses import is_loopback
 from sglang_bridge.event_loop import BackgroundLoop
-from sglang_bridge.server import is_loopback
 
 Say = Callable[[str], None]
 

@@ -32,6 +32,7 @@ from typing import Self
 import psutil
 
 from sglang_bridge import direct_http
+from sglang_bridge.addresses import is_loopback, url_of
 from sglang_bridge.errors import EngineStartError
 from sglang_bridge.lifetime import KEY_VARIABLE, PARENT_VARIABLE
 
@@ -127,8 +128,7 @@ class EngineServer:
     @property
     def url(self) -> str:
         """Where clients reach the server."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
 
     @property
     def pid(self) -> int | None:
@@ -262,11 +262,6 @@ class EngineServer:
         process.wait()
         for path in shared:
             path.unlink(missing_ok=True)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def claim_port(host: str, port: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from sglang_bridge.addresses import is_loopback
 from sglang_bridge.errors import PublishError
 from sglang_bridge.one_address import listening_store
 
@@ -98,11 +99,20 @@ def _store_on(address: str, world_size: int, timeout: datetime.timedelta) -> TCP
 
 
 def address_towards(urls: list[str]) -> str:
-    """The address of this machine under which the engines at ``urls`` can reach it."""
+    """The address of this machine under which the engines at ``urls`` can reach it.
+
+    Raises:
+        PublishError: there is none.
+    """
     hosts = [urlsplit(url).hostname or "127.0.0.1" for url in urls]
-    remote = [host for host in hosts if host not in ("127.0.0.1", "localhost", "::1")]
+    remote = [host for host in hosts if not is_loopback(host)]
     if not remote:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((remote[0], 9))  # sends nothing: it only asks which interface leads there
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(remote[0], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing: it only asks which interface leads there
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PublishError(f"no way leads from here to {remote[0]}, where an engine listens: {error}; give the "
+                           "publisher an address of this machine that the engines reach") from error

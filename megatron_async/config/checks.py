@@ -6,6 +6,7 @@ a mistake comes back as a warning; nothing is changed here.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import socket
 
@@ -218,7 +219,12 @@ def _check_ranges(config: RunConfig) -> list[str]:
 
 def is_local(host: str) -> bool:
     """Whether a host name means this machine alone or all its addresses."""
-    return host in ("localhost", "0.0.0.0", "::", "::1") or host.startswith("127.")
+    if host in ("localhost", "0.0.0.0", "::"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may be anybody's
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -8,6 +8,11 @@ from megatron_async.config.schema import RunConfig
 def engine_problems(config: RunConfig) -> list[str]:
     """What would keep the engines from running, or the run from surviving one; empty when nothing does."""
     engines, problems = config.engines, []
+    if not engines.host or any(sign in engines.host for sign in "[]/ "):
+        problems.append(
+            f"engines.host: {engines.host!r} is no address; use one like 127.0.0.1, ::1 or a host's name, without port "
+            "and brackets, or 0.0.0.0 for all of them"
+        )
     if engines.quorum > engines.count:
         problems.append(
             f"engines.quorum: {engines.quorum} engines are needed to go on, but engines.count starts {engines.count}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
@@ -50,7 +51,7 @@ class ScriptedEndpoint:
         self.replies = list(replies)
         self.requests: list[dict[str, Any]] = []
         self.controls: list[tuple[str, Any]] = []
-        self.url = ""
+        self.url, self.host, self.port = "", "127.0.0.1", 0
         self.control: Reply | None = None
         """Answers control calls instead of the fixed answer."""
 
@@ -60,8 +61,9 @@ class ScriptedEndpoint:
         app.router.add_route("*", "/{path:.*}", self._control)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await web.TCPSite(self._runner, self.host, 0).start()
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(
@@ -140,3 +142,13 @@ async def raw_endpoint(answer: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6, at least to itself."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from megatron_async import fleet as fleets
 from megatron_async.config import from_dict
+from megatron_async.config.checks import is_local
 from megatron_async.config.hf import checkpoint_problems
 from megatron_async.config.placement import place
 from megatron_async.config.schema import EngineConfig, RunConfig
@@ -28,11 +29,12 @@ from sglang_bridge import (
     EngineStartError,
     SamplingOptions,
     ServerOptions,
+    addresses,
     lifetime,
     server,
 )
 from sglang_bridge.router import router_command
-from tests.unit.bridge_endpoint import LENGTH, ScriptedEndpoint, event
+from tests.unit.bridge_endpoint import LENGTH, ScriptedEndpoint, event, has_ipv6
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "k3y-of-the-run"
@@ -48,13 +50,23 @@ def run_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def test_everything_listens_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
-    assert server.is_loopback(EngineConfig().host)
-    assert server.is_loopback(EngineServer("m", log_path=tmp_path / "log").host)
+    assert addresses.is_loopback(EngineConfig().host)
+    assert addresses.is_loopback(EngineServer("m", log_path=tmp_path / "log").host)
     command = router_command("127.0.0.1", 1, 2)
     assert [command[i + 1] for i, word in enumerate(command) if word.endswith("-host")] == ["127.0.0.1", "127.0.0.1"]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gpu-node-3", "128.0.0.1"])
+OTHERS_REACH = ["0.0.0.0", "::", "10.0.0.7", "gpu-node-3", "128.0.0.1", "fd00::5", "::ffff:10.0.0.7", "0", "",
+                "127.0.0.1.example.com", "127-0-0-1", "localhost.example.com"]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1", "0:0:0:0:0:0:0:1", *OTHERS_REACH])
+def test_what_is_loopback_is_the_same_to_bridge_and_configuration(host: str) -> None:
+    assert addresses.is_loopback(host) == (host not in OTHERS_REACH)
+    assert is_local(host) == (addresses.is_loopback(host) or host in ("0.0.0.0", "::"))
+
+
+@pytest.mark.parametrize("host", OTHERS_REACH)
 def test_an_engine_that_others_could_reach_needs_a_key(host: str, tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"could read and replace its weights: give it a key"):
         EngineServer("m", host, log_path=tmp_path / "log").start()
@@ -108,6 +120,29 @@ def test_all_interfaces_count_as_reachable(tmp_path: Path) -> None:
     fleet = fleets.fleet(config, RunFiles(config.run_path), place(config)[0], config.engines.host, print)
     fleet.close()
     assert read_key(config.run_path)
+
+
+@pytest.mark.parametrize("host", ["", "[::1]", "node:80/x", "http://node"])
+def test_what_is_no_address_is_refused_before_anything_starts(host: str, tmp_path: Path) -> None:
+    from megatron_async.config import ConfigError, check
+
+    with pytest.raises(ConfigError, match=r"engines.host: .* is no address"):
+        check(run_config(tmp_path, engines={"host": host}), needs_weights=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
+def test_a_server_is_reached_under_its_url_wherever_it_listens(host: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = ScriptedEndpoint()
+        engine.host = host
+        async with engine:
+            reached = EngineServer("m", host, engine.port, log_path=tmp_path / "log")
+            async with EngineClient(reached.url, retries=0) as client:
+                assert await client.version() == 7
+
+    if host.startswith("::") and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    asyncio.run(run())
 
 
 def test_every_request_of_a_client_carries_the_key() -> None:
