@@ -51,6 +51,7 @@ class EngineWatch:
         self._key, self._router = api_key, router
         self._serving: set[str] = set()
         self._written: list[Engine] | None = None
+        self._unwritten = ""
         self._asked: dict[str, Future[int]] = {}
         self._training_over = False
         self._loop = BackgroundLoop("engine-watch")
@@ -151,12 +152,23 @@ class EngineWatch:
         found = self._found()
         drained = (self._bank.get_state(DRAIN) or "").split()
         now = [replace(engine, state=self._state(engine, drained)) for engine in found]
-        if now != self._written:
-            write_roster(self._config.run_path, now, self._router.url if self._router is not None else "")
+        if now != self._written and self._wrote(now):
             self._written = now
             self._serving &= {engine.name for engine in now}
         if self._router is not None:
             self._router.follow(self.urls)
+
+    def _wrote(self, engines: list[Engine]) -> bool:
+        """Whether the roster could be written; where the disk is full, the next look tries again."""
+        try:
+            write_roster(self._config.run_path, engines, self._router.url if self._router is not None else "")
+        except OSError as error:
+            if str(error) != self._unwritten:
+                self._say(f"who serves cannot be written down ({error}); it is tried again")
+            self._unwritten = str(error)
+            return False
+        self._unwritten = ""
+        return True
 
     def _state(self, engine: Engine, drained: Sequence[str]) -> str:
         if engine.name not in self._serving:

@@ -8,11 +8,14 @@ Invariants
 - Clocks of different machines are never compared: a machine is lost when its beat stood still for `LOST_S` seconds of
   the observer's own clock.
 - Whoever leaves, for any reason, says so; whoever is killed falls silent and is noticed.
+- A disk that is full, or a file system that is away, for less than `LOST_S` ends nobody: what could not be written or
+  read is tried again at the next beat or look.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -27,6 +30,8 @@ from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles
 from megatron_async.roster import Engine
 from megatron_async.supervise import PartFailed
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 LOST_S = 120.0
@@ -48,12 +53,13 @@ class Announcement:
     def __init__(self, path: Path, beat_s: float = BEAT_S, **values: Any) -> None:
         self._path, self._beat_s = path, beat_s
         self._values: dict[str, Any] = {"phase": STARTING, **values}
+        self._unwritten = ""
         self._token, self._beat = uuid.uuid4().hex, 0
         self._lock, self._left = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="machine-beat", daemon=True)
 
     def __enter__(self) -> Self:
-        self._write()
+        self._replace()
         self._thread.start()
         return self
 
@@ -66,7 +72,7 @@ class Announcement:
         self.set(**failed)
 
     def set(self, **values: Any) -> None:
-        """Change what is said, at once."""
+        """Change what is said, at once; or at the next beat, where it cannot be written now."""
         with self._lock:
             self._values.update(values)
         self._write()
@@ -76,6 +82,16 @@ class Announcement:
             self._write()
 
     def _write(self) -> None:
+        try:
+            self._replace()
+        except OSError as error:
+            if str(error) != self._unwritten:
+                logger.warning("others are not told anything for now: %s", error)
+            self._unwritten = str(error)
+        else:
+            self._unwritten = ""
+
+    def _replace(self) -> None:
         with self._lock:
             self._beat += 1
             text = json.dumps({**self._values, "token": self._token, "beat": self._beat})
@@ -153,9 +169,11 @@ class Machine:
             time.sleep(_POLL_S)
 
     def _read(self) -> Mapping[str, Any] | None:
-        if not self._path.exists():
+        """None where there is nothing to read now: not yet, not any more, or not for this machine's file system."""
+        try:
+            values: Mapping[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             return None
-        values: Mapping[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
         return values
 
 

@@ -139,8 +139,8 @@ class EngineServer:
         """Start the process and return at once.
 
         Raises:
-            EngineStartError: already running, the checkpoint is not there, the port is taken, or others could reach
-                it without a key.
+            EngineStartError: already running, the checkpoint is not there, the port is taken, others could reach it
+                without a key, or the machine has no room for its log or its process.
         """
         if not is_loopback(self.host) and not self.options.api_key:
             raise EngineStartError(f"an engine that listens on {self.host} can be reached by others, who could read "
@@ -150,12 +150,18 @@ class EngineServer:
             raise EngineStartError(f"the server on {self.url} is already running (pid {self.pid})")
         check_checkpoint(self.model_path)
         self.port = claim_port(self.host, self.port)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable, "-m", "sglang_bridge.serve",
             "--model-path", self.model_path, "--host", self.host, "--port", str(self.port),
             *self.options.arguments(),
         ]
+        try:
+            self._process = self._begin(command)
+        except OSError as error:
+            raise EngineStartError(f"cannot start a server that writes its log to {self.log_path}: {error}") from error
+
+    def _begin(self, command: list[str]) -> subprocess.Popen[bytes]:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # SGLang prints its arguments, a key among them.
         mode = 0o600 if self.options.api_key else 0o666
         with open(os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode), "ab") as log:
@@ -164,7 +170,7 @@ class EngineServer:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 env=self._environment(), start_new_session=True,
             )

@@ -121,3 +121,11 @@ def test_a_program_that_took_the_port_is_no_engine_that_answers(answer: bytes, m
         assert not server.answers()
     finally:
         loop.close()
+
+
+def test_a_full_disk_is_a_server_that_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    server = EngineServer(str(tmp_path), log_path="/dev/full")
+    with pytest.raises(EngineStartError, match="writes its log to /dev/full: .*No space left on device"):
+        server.start()
+    assert not server.alive()

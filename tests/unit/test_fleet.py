@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_async import engine_watch
 from megatron_async.bank import Bank
 from megatron_async.bank.requests import DRAIN, PUBLISHED
 from megatron_async.config import from_dict
@@ -249,6 +251,26 @@ def test_what_the_trainer_wants_drained_serves_nobody_until_it_is_done(machine: 
         bank.set_state(DRAIN, "")
         watching.tick()
         assert states(machine) == {"0.0": "serving", "1.0": "serving"}
+
+
+def test_a_full_disk_ends_no_run_and_the_roster_is_written_when_there_is_room(
+    machine: Machine, bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with machine.fleet() as fleet, watch_of(machine, fleet, bank) as watching:
+        watching.begin()
+
+        def full(*_args: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as disk:
+            disk.setattr(engine_watch, "write_roster", full)
+            machine.processes[1].exit_code = -9
+            watching.tick()
+            watching.tick()
+            assert states(machine) == {"0.0": "serving", "1.0": "serving"}
+            assert sum("No space left on device" in text for text in machine.said) == 1
+        watching.tick()
+        assert states(machine) == {"0.0": "serving"}
 
 
 def test_what_the_trainer_reports_is_started_again(machine: Machine, bank: Bank) -> None:

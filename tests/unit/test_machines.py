@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from dataclasses import asdict
@@ -96,6 +98,43 @@ def test_an_announcement_beats_until_it_ends(files):
     assert said["address"] == "here"
     assert threading.active_count() < 10
     assert [path.name for path in machine_file(files, 1).parent.iterdir()] == ["machine_1.json"]
+
+
+def test_a_disk_that_is_full_for_a_while_silences_nobody_for_good(files, monkeypatch):
+    really, full = os.replace, threading.Event()
+
+    def replace(fresh: Path, path: Path) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(fresh, path)
+
+    monkeypatch.setattr(machines.os, "replace", replace)
+    machine = Machine(files, 1)
+    with Announcement(machine_file(files, 1), beat_s=0.01, address="here") as announcement:
+        machine.wait_for((machines.STARTING,), 10, lambda: None)
+        full.set()
+        announcement.set(phase=machines.READY)
+        time.sleep(0.05)  # beats that cannot be written
+        assert machine.look()["phase"] == machines.STARTING
+        full.clear()
+        machine.wait_for((machines.READY,), 10, lambda: None)  # told late, and not lost
+    assert machine.look()["phase"] == machines.ENDED
+
+
+@pytest.mark.parametrize("content", ["", '{"phase": "start', None], ids=["empty", "half", "away"])
+def test_a_file_that_cannot_be_read_now_is_no_news(files, content):
+    machine = Machine(files, 1)
+    speak(files, 1, beat=1)
+    machine.look()
+    speak(files, 1, beat=2)
+    assert machine.look()["phase"] == machines.STARTING
+    path = machine_file(files, 1)
+    path.unlink()
+    if content is None:
+        path.mkdir()  # read as a file system that is away answers: with an error
+    else:
+        path.write_text(content)
+    assert machine.look()["phase"] == machines.STARTING
 
 
 def test_a_machine_that_never_comes_is_named_with_what_to_do(files):
