@@ -64,9 +64,11 @@ def make_engine(url: str, read_only: bool = False) -> Engine:
     if backend == "postgresql":
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
+        # Later connections need these too, when environment code must no longer see them (`credentials`).
         if parsed.password is None and "password" not in parsed.query and os.environ.get("PGPASSWORD"):
-            # Later connections need it too, when environment code must no longer see it (`credentials`).
             parsed = parsed.set(password=os.environ["PGPASSWORD"])
+        if "passfile" not in parsed.query and os.environ.get("PGPASSFILE"):
+            parsed = parsed.update_query_dict({"passfile": os.environ["PGPASSFILE"]})
         own = parsed.query.get("options", "")
         options = f"-c lock_timeout={LOCK_TIMEOUT_S}s {own if isinstance(own, str) else ' '.join(own)}"
         if read_only:

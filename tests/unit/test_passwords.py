@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
 from megatron_async import cli, launch
 from megatron_async.bank import Bank
@@ -99,3 +100,20 @@ def test_a_password_of_the_environment_outlives_its_hiding(monkeypatch: pytest.M
     monkeypatch.delenv("PGPASSWORD")
     assert (engine.url.password, other.url.password) == (SECRET, "own")
     assert SECRET not in str(engine.url)
+
+
+def test_a_password_file_of_the_environment_outlives_its_hiding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGPASSFILE", "/secret/pgpass")
+    engines = [make_engine("postgresql://me@db/runs"), make_engine("postgresql://me@db/runs?passfile=/own")]
+    monkeypatch.delenv("PGPASSFILE")
+    asked: list[str] = []
+
+    def note(_dialect: object, _record: object, _arguments: object, options: dict[str, str]) -> None:
+        asked.append(options["passfile"])
+        raise ConnectionError
+
+    for engine in engines:
+        event.listen(engine, "do_connect", note)
+        with pytest.raises(ConnectionError):
+            engine.connect()
+    assert asked == ["/secret/pgpass", "/own"]
