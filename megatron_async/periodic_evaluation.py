@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megatron_async.bank import Bank
 from megatron_async.config.schema import RunConfig
+from megatron_async.errors import UserError
 from megatron_async.observe import RunFiles, read_evaluations
 from megatron_async.rollout.evaluation_files import results_folder
 from megatron_async.supervise import Part, python_module
@@ -38,13 +39,20 @@ class PeriodicEvaluation:
         self._seen = steps
 
     def _begin(self, steps: int) -> None:
+        try:
+            part = self._part(steps)
+            part.start()
+        except (UserError, OSError) as error:  # the tasks are not to be had now, or the machine has no room
+            self._say(f"the evaluation after {steps} steps could not begin ({error}); training goes on")
+            return
+        self._parts.append(part)
+        self._running, self._of = part, steps
+
+    def _part(self, steps: int) -> Part:
         files = RunFiles(self._config.run_path)
         folder = results_folder(self._config, f"after_{steps}_steps")
         command = ("evaluate", "--config", str(files.config), "--folder", str(folder))
-        part = Part("evaluation", python_module("megatron_async", *command), files.logs / "evaluation.log")
-        part.start()
-        self._parts.append(part)
-        self._running, self._of = part, steps
+        return Part("evaluation", python_module("megatron_async", *command), files.logs / "evaluation.log")
 
     def _ended(self, part: Part) -> bool:
         if part.poll() is None:

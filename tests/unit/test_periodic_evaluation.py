@@ -13,6 +13,7 @@ import pytest
 from megatron_async import periodic_evaluation
 from megatron_async.bank import Bank
 from megatron_async.config.schema import EvaluationConfig, ModelConfig, RunConfig
+from megatron_async.errors import UserError
 from megatron_async.periodic_evaluation import PeriodicEvaluation
 from megatron_async.supervise import Part, supervised
 from tests.bank_support import collect_group
@@ -102,6 +103,21 @@ def test_an_evaluation_that_fails_is_told_and_ends_nothing(job: Job) -> None:
     assert "the evaluation after 3 steps ended with exit code 1" in job.said[0]
     job.train(3)
     assert job.begun(2)[-1] == "after_6_steps"
+
+
+@pytest.mark.parametrize("error", [OSError("the tasks' file is gone"), UserError("the tasks' server is away")])
+def test_an_evaluation_that_cannot_begin_is_told_and_ends_nothing(
+    error: Exception, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_args: object) -> Path:
+        raise error
+
+    with monkeypatch.context() as now:
+        now.setattr(periodic_evaluation, "results_folder", away)
+        job.train(3)
+    assert job.said == [f"the evaluation after 3 steps could not begin ({error}); training goes on"]
+    job.train(3)
+    assert job.begun(1) == ["after_6_steps"]
 
 
 def test_a_run_that_goes_on_begins_with_the_next_multiple(job: Job) -> None:
