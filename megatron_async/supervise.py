@@ -69,7 +69,9 @@ def log_tail(path: Path, lines: int = 25) -> str:
     """The last `lines` lines of a log file, or a note that it is empty."""
     if not path.exists():
         return f"(no log at {path})"
-    text = path.read_bytes()[-20_000:].decode("utf-8", "replace").strip()
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
+        text = file.read().decode("utf-8", "replace").strip()
     return "\n".join(text.splitlines()[-lines:]) or f"({path} is empty)"
 
 

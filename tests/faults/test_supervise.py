@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 
 from megatron_async.claim import claimed
 from megatron_async.errors import UserError
-from megatron_async.supervise import Part, PartFailed, describe_exit, supervised, watch
+from megatron_async.supervise import Part, PartFailed, describe_exit, log_tail, supervised, watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -161,6 +162,23 @@ def test_how_a_part_ended_is_named() -> None:
     assert describe_exit(-signal.SIGKILL).startswith("was killed by SIGKILL (by someone, or by the kernel")
     assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert describe_exit(-signal.SIGRTMIN - 3).startswith("was killed by signal ")
+
+
+def test_the_end_of_a_log_is_read_without_the_rest(tmp_path: Path) -> None:
+    """A log of a long run does not fit into memory."""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(2**28)  # takes no room: a file with a hole
+        file.seek(0, os.SEEK_END)
+        file.write(b"one\ntwo\nthree\n")
+    tracemalloc.start()
+    try:
+        assert log_tail(log, lines=2) == "two\nthree"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    (tmp_path / "short").write_text("a\nb")
+    assert log_tail(tmp_path / "short") == "a\nb"
 
 
 def test_a_run_folder_belongs_to_one_launcher(tmp_path: Path) -> None:
