@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # environments are also built in processes that have none of 
     from megatron_async.config.schema import EnvironmentConfig
 
 _NAME = re.compile(
-    r"(^|_)(api_?key|access_?key|secret(_?key)?|auth|token|credentials?|private_?key|auth_sock)(_|$)|passw(or)?d|pgpass"
-    r"|^ssh_auth_sock$|_key$",
+    r"(^|_)(api_?key|access_?key|secret(_?key)?|auth|token|credentials?|creds?|private_?key|auth_sock|pass|pat|jwt|bearer)"
+    r"(_|$)|passw(or)?d|passphrase|pgpass|sshpass|connection_string|webhook|_dsn$|_pwd$|^netrc$|^kubeconfig$|_key$",
     re.IGNORECASE,
 )
-_VALUE = re.compile(r"^[a-z][a-z0-9+.-]*://[^/\s:@]*:[^@/\s]+@", re.IGNORECASE)
-"""An address with a password in it."""
+_VALUE = re.compile(r"^[a-z][a-z0-9+.-]*://[^/\s:@]*:[^@/\s]+@|^https?://[^/\s@]+@", re.IGNORECASE)
+"""An address with a password in it, or of a web server with a token for a user."""
 
 
 def is_credential(name: str, value: str) -> bool:

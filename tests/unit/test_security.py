@@ -219,12 +219,17 @@ def test_the_search_finds_what_it_is_for(code: str) -> None:
 
 def test_what_looks_like_a_credential() -> None:
     secret = ["OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "WANDB_API_KEY",
-              "GITHUB_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", lifetime.KEY_VARIABLE]  # fmt: skip
-    plain = ["PATH", "HOME", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES",
+              "GITHUB_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", lifetime.KEY_VARIABLE,
+              "SLURM_JWT", "MYSQL_PWD", "SMTP_PASS", "SSHPASS", "SIGNING_PASSPHRASE", "GITHUB_PAT", "AWS_CREDS",
+              "AZURE_STORAGE_CONNECTION_STRING", "SLACK_WEBHOOK_URL", "SENTRY_DSN", "NETRC", "KUBECONFIG"]  # fmt: skip
+    plain = ["PATH", "HOME", "PWD", "OLDPWD", "LD_LIBRARY_PATH", "SLURM_JOB_ID", "COMPASS", "PATTERN",
+             "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES",
              "PYTHONPATH", "KEYBOARD", "LANG"]  # fmt: skip
     assert [name for name in secret if not is_credential(name, "x")] == []
     assert [name for name in plain if is_credential(name, "x")] == []
-    assert is_credential("BANK", "postgresql://me:pa55@db/runs") and not is_credential("BANK", "postgresql://db/runs")
+    assert is_credential("BANK", "postgresql://me:pa55@db/runs") and is_credential("PIP_INDEX_URL", "https://t0k@host/s")
+    for address in ("postgresql://db/runs", "postgresql://me@db/runs", "http://proxy:3128", "https://host/a@b"):
+        assert not is_credential("BANK", address)
 
 
 def test_environment_code_sees_no_credentials_but_those_its_options_name(
