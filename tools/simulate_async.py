@@ -39,6 +39,7 @@ from megatron_async.simulation import (
     calibrate,
     simulate,
 )
+from megatron_async.simulation.errors import ScenarioError
 from megatron_async.simulation.scenario import SOURCES
 from tools.benchmark_rows import write_rows
 from tools.simulation_checks import (
@@ -136,7 +137,7 @@ def variants(scenario: Scenario, options: argparse.Namespace) -> Iterator[tuple[
                 ),
                 "",
             )
-        except ValueError as error:
+        except ScenarioError as error:
             yield scenario, f"{source}, {engines} engines, {nodes} nodes: left out, {error}"
 
 
@@ -267,10 +268,15 @@ def _explore(options: argparse.Namespace, console: Console) -> None:
     console.print(describe(scenario), highlight=False)
     results: list[tuple[Scenario, Any]] = []
     for variant, problem in variants(scenario, options):
+        try:
+            if not problem:
+                results.append((variant, simulate(variant, steps=options.steps, seed=options.seed)))
+        except ScenarioError as error:
+            problem = f"{variant.old_logits.source}, {variant.engines.count} engines: left out, {error}"
         if problem:
             console.print(problem, highlight=False)
-        else:
-            results.append((variant, simulate(variant, steps=options.steps, seed=options.seed)))
+    if not results:
+        raise UserError("none of what was asked for can be simulated")
     console.print(table(results))
 
 

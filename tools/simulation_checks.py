@@ -28,7 +28,8 @@ from megatron_async.simulation import (
     simulate,
 )
 from megatron_async.simulation.calibration import under_settings
-from megatron_async.simulation.measured import SKIPPED_STEPS, read_config
+from megatron_async.simulation.measured import read_config
+from megatron_async.simulation.steps import SKIPPED_STEPS, read_steps
 from megatron_async.simulation.workload import maximum_over_mean
 from tools.benchmark_rows import Row
 
@@ -68,7 +69,7 @@ def predict(
 ) -> Prediction:
     """What `model`, calibrated on what `calibrated` names, says of the steps of a run from `first` on, under that run's
     settings, against what was measured there."""
-    rows = read_metrics(run_path)[first:]
+    rows = read_steps(run_path, first).rows
     if len(rows) < 3:
         raise UserError(f"{run_path}: {len(rows)} steps after the first {first} are too few to measure a step's time")
     scenario = under_settings(model, read_config(run_path))

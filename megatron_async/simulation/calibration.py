@@ -43,6 +43,7 @@ _LEAST_STEP_BASE = 1e-6
 _LEAST_SPREAD = 0.15
 """Standard deviation of the engines' share in updates, below which it says nothing about the trainer's interference."""
 _LONGEST_TURNAROUND = 10.0
+_PUBLISHED = ("publish/seconds", "publish/paused_seconds", "seconds/publish")
 
 
 def calibrate(*runs: Path, steps: int | None = None) -> Scenario:
@@ -255,7 +256,7 @@ def _publish(runs: Sequence[Measured], interference: float) -> PublishModel:
     model = PublishModel(every=config.publish.every, retract=_retracts(config))
     paused, alone = [], []
     for run in runs:
-        rows = [row for row in run.rows if row.get("publish/seconds")]
+        rows = [row for row in run.rows if all(row.get(name) is not None for name in _PUBLISHED)]
         shares = run.beside_stage("publish", rows) if rows else np.empty(0)
         for row, share in zip(rows, shares, strict=True):
             paused.append(row["publish/paused_seconds"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_async.simulation.engines import Engine
+from megatron_async.simulation.errors import ScenarioError
 from megatron_async.simulation.events import Clock, Work
 from megatron_async.simulation.old_logits import step_cost
 from megatron_async.simulation.playing import Group, Play, Players, Progress
@@ -22,8 +23,10 @@ from megatron_async.simulation.scenario import Scenario
 def simulate(scenario: Scenario, *, steps: int = 100, warm_up: int | None = None, seed: int = 0) -> Result:
     """Simulate `warm_up` steps that are not counted (null: enough to fill the queues) and `steps` that are.
 
-    Raises ValueError for a scenario that cannot go on (nothing is left to happen), with what waits for what.
+    Raises ScenarioError for a scenario that cannot go on (nothing is left to happen), with what waits for what.
     """
+    if steps < 1:
+        raise ScenarioError(f"steps: {steps} is not at least 1")
     warm = max(5, 2 * (scenario.rollout.bound + 1)) if warm_up is None else warm_up
     loop = _Loop(scenario, seed)
     return loop.run(warm, steps)
@@ -45,9 +48,9 @@ class _Loop:
         self.scenario = scenario
         self.clock = Clock()
         self.progress = Progress()
-        self.engines = [
-            Engine(self.clock, scenario.engines, self._engines_changed) for _ in range(scenario.engines.count)
-        ]
+        # More engines than episodes that run at once stay idle: they need not be simulated one by one.
+        ever_used = min(scenario.engines.count, scenario.rollout.concurrency)
+        self.engines = [Engine(self.clock, scenario.engines, self._engines_changed) for _ in range(ever_used)]
         draws = np.random.default_rng(seed)
         self.players = Players(self.clock, scenario, self.engines, self.progress, draws, self._group_ready)
         self.signals = np.random.default_rng(seed + 1)
@@ -68,7 +71,7 @@ class _Loop:
         playing, stale = self.players.running_seconds, self.progress.stale
         self._until(warm_up + steps)
         span = self.clock.now - started
-        count = len(self.engines)
+        count = self.scenario.engines.count
         busy = sum(e.busy_seconds - b for e, (b, _) in zip(self.engines, before, strict=True))
         running = sum(e.running_seconds - r for e, (_, r) in zip(self.engines, before, strict=True))
         return Result(
@@ -81,7 +84,7 @@ class _Loop:
 
     def _until(self, steps: int) -> None:
         if not self.clock.run(lambda: len(self.steps) >= steps):
-            raise ValueError(
+            raise ScenarioError(
                 f"the simulated loop stands still after {len(self.steps)} steps at {self.clock.now:.1f} s: "
                 f"{len(self.progress.waiting)} groups wait, {self.scenario.rollout.groups} are needed, "
                 f"{self.progress.stale} trajectories were too old; raise bound or concurrency"
@@ -203,7 +206,7 @@ class _Loop:
         self.work = Work(self.clock, seconds, self._trainer_speed(), done)
 
     def _trainer_speed(self) -> float:
-        share = sum(engine.computes for engine in self.engines) / len(self.engines)
+        share = sum(engine.computes for engine in self.engines) / self.scenario.engines.count
         return 1.0 / (1.0 + self.scenario.trainer.interference * share)
 
     def _engines_changed(self) -> None:

@@ -17,17 +17,16 @@ from megatron_async.bank import viewing
 from megatron_async.bank.dialects import make_engine
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.observe import RunFiles, read_metrics
+from megatron_async.observe import RunFiles
 from megatron_async.observe.timeline import Interval, read_timeline
 from megatron_async.passwords import hide_password
 from megatron_async.simulation.fits import Array
+from megatron_async.simulation.steps import SKIPPED_STEPS, TIMES, read_steps
 from megatron_async.simulation.workload import Episode, Turn
 from megatron_async.trajectory import Trajectory
 
-SKIPPED_STEPS = 2
-"""First steps of a run that are left out: compilation, cold caches, empty queues."""
-
 MOST_TRAJECTORIES = 4000
+_NEEDED = ("batch/tokens", "batch/trained", "batch/trajectories")
 _COMPUTING = ("old_logits", "update", "capture", "publish")
 
 
@@ -91,7 +90,7 @@ class Measured:
 
     def pauses(self) -> Cumulative:
         """When the engines stood still: the end of each publishing."""
-        paused = {row["step"]: row.get("publish/paused_seconds", 0.0) for row in self.rows}
+        paused = {row["step"]: row.get("publish/paused_seconds") or 0.0 for row in self.rows}
         return Cumulative(
             [(i.end - paused[i.step], i.end) for i in self.trainer if i.stage == "publish" and paused.get(i.step)]
         )
@@ -121,18 +120,24 @@ def union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def measure(run_path: Path, steps: int | None = None) -> Measured:
-    """A finished or running run. steps: only the first so many are looked at, and what was finished by then.
+    """A finished or running run; of one that was stopped and resumed, its longest stretch without a stop. steps: only
+    the first so many are looked at, and what was finished by then.
 
-    Raises UserError when the folder holds too little: fewer than five steps, or no trajectory.
+    Raises UserError when the folder holds too little: fewer than five steps in a row, or no trajectory.
     """
     config = read_config(run_path)
-    rows = read_metrics(run_path)[:steps][SKIPPED_STEPS:]
+    stretch = read_steps(run_path, SKIPPED_STEPS, steps, (*TIMES, *_NEEDED))
+    rows = stretch.rows
     if len(rows) < 3:
-        raise UserError(f"{run_path}: {len(rows) + SKIPPED_STEPS} steps are too few; calibration needs at least five")
+        raise UserError(
+            f"{run_path}: its longest stretch without a stop has {len(rows)} steps behind the first {SKIPPED_STEPS}; "
+            "calibration needs at least five in a row"
+        )
     since, until = rows[0]["time"] - rows[0]["seconds/step"], rows[-1]["time"]
     timeline = read_timeline(run_path)
     episodes = [(i.start, i.end) for i in timeline if i.stage == "episode"]
-    recording = recording_seconds(config, [end for _, end in episodes if end <= until])
+    ends = [end for _, end in episodes if stretch.since <= end <= until]
+    recording = recording_seconds(config, ends, stretch.since)
     window = np.array([rows[0]["time"]]), np.array([until])
     return Measured(
         config=config,
@@ -176,13 +181,14 @@ def _observed(trajectory: Trajectory, end: float) -> Observed:
     return Observed(trajectory.group_id, Episode(tuple(turns)), end - engine - tools, end, engine)
 
 
-def recording_seconds(config: RunConfig, ends: Sequence[float]) -> float:
-    """From the end of an episode to its being in the bank, mean; 0 where no `ends` are known.
+def recording_seconds(config: RunConfig, ends: Sequence[float], since: float) -> float:
+    """From the end of an episode to its being in the bank, mean; 0 where no `ends` are known. since: before all.
 
-    Episodes carry no id on the timeline; they are recorded in the order in which they end, so times pair in order.
+    Episodes carry no id on the timeline; they are recorded in the order in which they end, so times pair in order, from
+    a time on at which none ran: a stop cuts episodes that are on the timeline and were not recorded.
     """
     engine = make_engine(config.bank_url)
-    recorded = viewing.finish_times(engine)
+    recorded = [at for at in viewing.finish_times(engine) if at >= since]
     engine.dispose()
     pairs = [at - end for at, end in zip(recorded, sorted(ends), strict=False)]
     return max(0.0, float(np.mean(pairs))) if pairs else 0.0

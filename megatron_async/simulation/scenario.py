@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_async.rollout.admission import Mode
+from megatron_async.rollout.admission import MODES, Mode
+from megatron_async.simulation.errors import ScenarioError, number_problems
 from megatron_async.simulation.workload import Workload
 
 Source = Literal["start", "start_pass", "rollout", "ewma", "snapshot", "dedicated", "interrupt"]
@@ -117,7 +118,7 @@ class RolloutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One loop."""
+    """One loop. Raises ScenarioError for numbers that describe none."""
 
     workload: Workload
     engines: EngineModel = EngineModel()
@@ -127,27 +128,46 @@ class Scenario:
     rollout: RolloutPolicy = RolloutPolicy()
 
     def __post_init__(self) -> None:
-        rollout, trainer = self.rollout, self.trainer
-        problems = []
-        if (
-            min(rollout.groups, rollout.group_size, rollout.concurrency, self.engines.count, trainer.nodes)
-            < 1
-        ):
-            problems.append("groups, group_size, concurrency, engines and nodes must be at least 1")
-        if rollout.admission == "queue" and rollout.queue < rollout.batch:
-            problems.append(f"a queue of {rollout.queue} trajectories never holds a batch of {rollout.batch}")
-        if rollout.admission not in ("drop", "queue") and rollout.bound < self.publish.every - 1:
-            problems.append(
-                f"bound {rollout.bound} is too small for publishing every {self.publish.every} steps"
-            )
-        if self.old_logits.source not in SOURCES:
-            problems.append(f"old-logit source {self.old_logits.source!r} is none of {', '.join(SOURCES)}")
-        if self.old_logits.source == "dedicated" and not 0 < self.old_logits.dedicated_nodes < trainer.nodes:
-            problems.append(
-                f"source dedicated takes {self.old_logits.dedicated_nodes} of {trainer.nodes} trainer nodes; at least "
-                "one must score and one must train"
-            )
-        if self.engines.step_seconds(1) <= 0:
-            problems.append("a decoding step must take time")
+        problems = self._wrong_numbers() or [*self._wrong_policy(), *self._wrong_source()]
         if problems:
-            raise ValueError("scenario: " + "; ".join(problems))
+            raise ScenarioError("scenario: " + "; ".join(problems))
+
+    def _wrong_numbers(self) -> list[str]:
+        rollout, trainer, publish = self.rollout, self.trainer, self.publish
+        problems = number_problems(rollout, may_be_infinite=["arrivals_per_second"])
+        for model in (self.engines, trainer, publish, self.old_logits):
+            problems += number_problems(model)
+        counts = (rollout.groups, rollout.group_size, rollout.concurrency, self.engines.count, trainer.nodes)
+        if min(*counts, publish.every) < 1:
+            problems.append("groups, group_size, concurrency, engines, nodes and publish.every must be at least 1")
+        if not problems and self.engines.step_seconds(1) <= 0:
+            problems.append("a decoding step must take time")
+        if rollout.arrivals_per_second == 0:
+            problems.append("no prompt ever arrives (arrivals_per_second is 0)")
+        if trainer.trained_share > 1:
+            problems.append(f"trained_share {trainer.trained_share:g} is more than all of a batch")
+        if publish.paused > publish.seconds * (1 + 1e-9):
+            problems.append(f"publishing takes {publish.seconds:g} s, but the engines pause {publish.paused:g} s of it")
+        return problems
+
+    def _wrong_policy(self) -> list[str]:
+        rollout, every = self.rollout, self.publish.every
+        if rollout.admission == "queue":
+            wide_enough = rollout.queue >= rollout.batch
+            return [] if wide_enough else [f"a queue of {rollout.queue} never holds a batch of {rollout.batch}"]
+        if rollout.admission not in MODES:
+            return [f"admission {rollout.admission!r} is none of {', '.join(MODES)}, queue"]
+        if rollout.bound < every - 1:
+            return [f"bound {rollout.bound} is too small for publishing every {every} steps"]
+        return []
+
+    def _wrong_source(self) -> list[str]:
+        model, nodes = self.old_logits, self.trainer.nodes
+        if model.source not in SOURCES:
+            return [f"old-logit source {model.source!r} is none of {', '.join(SOURCES)}"]
+        if model.source == "dedicated" and not 0 < model.dedicated_nodes < nodes:
+            return [
+                f"source dedicated takes {model.dedicated_nodes} of {nodes} trainer nodes; at least one must score and "
+                "one must train"
+            ]
+        return []

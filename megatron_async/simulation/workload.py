@@ -5,10 +5,13 @@ Invariants: an episode has at least one turn; drawing is deterministic by the ge
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from megatron_async.simulation.errors import ScenarioError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,12 @@ class Workload:
 
         actions_spread, tool_spread: standard deviation of the logarithm; means are `actions_per_turn` and
         `tool_seconds`. For planning without a run to calibrate from.
+
+        Raises ScenarioError for fewer than one turn, or a number below 0.
         """
+        numbers = (actions_per_turn, actions_spread, prompt, observation, tool_seconds, tool_spread)
+        if not 1 <= turns < math.inf or not all(0 <= number < math.inf for number in numbers):
+            raise ScenarioError("workload: the mean of turns is at least 1, and nothing may be below 0 or infinite")
         random = np.random.default_rng(seed)
 
         def lognormal(mean: float, spread: float) -> float:

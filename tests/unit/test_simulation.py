@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from megatron_async.simulation import (
     simulate,
 )
 from megatron_async.simulation.engines import Engine, Request
+from megatron_async.simulation.errors import ScenarioError
 from megatron_async.simulation.events import Clock, Work
 from megatron_async.simulation.old_logits import stale_forward_tokens, step_cost
 from megatron_async.simulation.playing import Group, Play
@@ -219,6 +223,58 @@ def test_a_loop_that_cannot_go_on_says_so() -> None:
         replace(SCENARIO, publish=PublishModel(every=4))
     with pytest.raises(ValueError, match="at least one must score"):
         replace(SCENARIO, old_logits=OldLogitModel("dedicated"))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"engines": EngineModel(count=0)}, "must be at least 1"),
+    ({"engines": EngineModel(step_base=-1.0)}, "EngineModel.step_base is -1, not a number of at least 0"),
+    ({"engines": EngineModel(step_base=math.nan)}, "EngineModel.step_base is nan"),
+    ({"engines": EngineModel(step_base=0.0)}, "a decoding step must take time"),
+    ({"trainer": TrainerModel(update_fixed=-100.0)}, "TrainerModel.update_fixed is -100"),
+    ({"trainer": TrainerModel(update_fixed=math.inf)}, "TrainerModel.update_fixed is inf"),
+    ({"trainer": TrainerModel(trained_share=1.5)}, "trained_share 1.5 is more than all"),
+    ({"publish": PublishModel(seconds=2.0, paused=3.0)}, "takes 2 s, but the engines pause 3 s of it"),
+    ({"publish": PublishModel(every=0)}, "must be at least 1"),
+    ({"engines": EngineModel(interference=-0.5)}, "EngineModel.interference is -0.5"),
+    ({"rollout": RolloutPolicy(bound=-1)}, "RolloutPolicy.bound is -1"),
+    ({"rollout": RolloutPolicy(admission="drop", bound=0), "publish": PublishModel(every=3)}, "too small for publish"),
+    ({"rollout": RolloutPolicy(admission="sometimes")}, "admission 'sometimes' is none of"),
+    ({"rollout": RolloutPolicy(arrivals_per_second=0.0)}, "no prompt ever arrives"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_numbers_that_describe_no_loop_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=re.escape(message)):
+        replace(SCENARIO, **changes)
+
+
+@pytest.mark.parametrize("steps", [0, -3])
+def test_no_steps_are_no_result(steps: int) -> None:
+    with pytest.raises(ScenarioError, match="is not at least 1"):
+        simulate(SCENARIO, steps=steps)
+
+
+def test_a_single_step_is_a_result() -> None:
+    result = simulate(SCENARIO, steps=1)
+    assert len(result.steps) == 1 and result.step_seconds > 0
+
+
+def test_engines_beyond_the_episodes_that_run_change_nothing_and_cost_nothing() -> None:
+    places = SCENARIO.rollout.concurrency
+    enough, many = (
+        simulate(replace(SCENARIO, engines=replace(SCENARIO.engines, count=count)), steps=10)
+        for count in (places, 1_000_000 * places)
+    )
+    assert many.steps == enough.steps
+    assert many.engine_busy == pytest.approx(enough.engine_busy / 1e6)
+
+
+@pytest.mark.parametrize("wrong", [{"turns": 0.5}, {"turns": math.nan}, {"prompt": -1}, {"tool_seconds": math.inf}])
+def test_episodes_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    shape = {"turns": 2, "actions_per_turn": 9, "actions_spread": 0.1, "prompt": 5, "observation": 5, "tool_seconds": 1}
+    with pytest.raises(ScenarioError, match="workload: the mean of turns is at least 1"):
+        Workload.parametric(**{**shape, **wrong})
 
 
 # ---------------------------------------------------------------- shared processors

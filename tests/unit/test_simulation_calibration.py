@@ -25,13 +25,16 @@ from megatron_async.simulation import (
     TrainerModel,
     Workload,
     calibrate,
+    calibration,
     simulate,
 )
 from megatron_async.simulation.calibration import fit_turnaround, life_factor, slower, under_settings
+from megatron_async.simulation.errors import ScenarioError
 from megatron_async.simulation.fits import fit_slowdown, non_negative_least_squares
 from megatron_async.simulation.loop import _Loop
-from megatron_async.simulation.measured import SKIPPED_STEPS, Cumulative, union
+from megatron_async.simulation.measured import Cumulative, measure, union
 from megatron_async.simulation.playing import Play
+from megatron_async.simulation.steps import SKIPPED_STEPS, read_steps
 from megatron_async.trajectory import SamplingParams, Status, Trajectory, VersionSpan
 from tests.unit.configs import write_config
 from tools import simulate_async, simulation_checks
@@ -300,6 +303,95 @@ def test_plans_and_wrong_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[s
         simulate_async.overridden(scenario, ["optimizer.lr=1"])
     assert simulate_async.main([str(tmp_path)]) == EXIT_USER_ERROR
     assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--set", "engines.count=0"], ["--set", "trainer.interference=much"], ["--set", "engines.interference=-1"],
+    ["--steps", "0"],
+    ["--set", "trainer.update_fixed=-1"], ["--set", "publish.every=0"], ["--engines", "0", "-3"], ["--bound", "-1"],
+    ["--set", "rollout.admission=drop", "--set", "rollout.bound=0", "--set", "publish.every=3"],
+])  # fmt: skip
+def test_a_plan_that_cannot_be_is_a_message_and_no_traceback(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(simulate_async.__file__).parent.parent
+    plan = str(root / "recipes" / "simulation" / "agents.yaml")
+    assert simulate_async.main([plan, "--source", "start", *arguments]) == simulate_async.EXIT_USER_ERROR
+    assert capsys.readouterr().err.startswith("simulate_async: ")
+
+
+def test_a_variant_that_stands_still_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stands_still_alone(scenario: Scenario, **options: Any) -> Any:
+        if scenario.engines.count == 1:
+            raise ScenarioError("the simulated loop stands still")
+        return simulate(scenario, **options)
+
+    monkeypatch.setattr(simulate_async, "simulate", stands_still_alone)
+    root = Path(simulate_async.__file__).parent.parent
+    plan = str(root / "recipes" / "simulation" / "agents.yaml")
+    assert simulate_async.main([plan, "--source", "start", "--steps", "1", "--engines", "1", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "start, 1 engines: left out, the simulated loop stands still" in out and out.count("│ start ") == 1
+
+
+def rewritten(folder: Path, to: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+    """The same run with other metrics."""
+    shutil.copytree(folder, to)
+    path = RunFiles(to).metrics
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
+    return to
+
+
+@pytest.mark.parametrize("name", ["time", "seconds/step", "batch/tokens", "batch/trained", "batch/trajectories"])
+def test_a_run_without_a_metric_that_is_needed_is_refused_with_its_name(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    changes: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+        lambda row: {key: value for key, value in row.items() if key != name},
+        lambda row: {**row, name: None if row["step"] == 7 else row[name]},  # as what is no number is written
+    ]
+    for number, change in enumerate(changes):
+        with pytest.raises(UserError, match=f"of 22 steps have no {name} in metrics.jsonl"):
+            calibrate(rewritten(folder, tmp_path / str(number), change))
+
+
+def test_a_step_without_what_its_publishing_cost_is_no_reason_to_refuse(folder: Path, model: Scenario) -> None:
+    whole = measure(folder)
+    rows = [{**row, **(dict.fromkeys(PUBLISHED) if row["step"] % 5 == 0 else {})} for row in whole.rows]
+    found = calibration._publish([replace(whole, rows=rows)], model.trainer.interference)
+    assert found.paused == pytest.approx(model.publish.paused)
+    assert found.seconds == pytest.approx(model.publish.seconds, rel=0.1)
+
+
+PUBLISHED = ("publish/paused_seconds", "seconds/publish")
+NIGHT_S = 36_000.0
+
+
+def test_a_night_between_a_stop_and_the_resume_is_no_time_that_a_step_takes(
+    folder: Path, model: Scenario, tmp_path: Path
+) -> None:
+    """Stopped after 8 of 24 steps; what runs when it is stopped is on the timeline, and was never finished."""
+    run = rewritten(folder, tmp_path / "run", lambda row: {**row, "time": row["time"] - NIGHT_S * (row["step"] < 8)})
+    begun = json.loads(RunFiles(run).metrics.read_text().splitlines()[8])
+    with RunFiles(run).timeline.open("a") as timeline:
+        cut = {"part": "rollout", "stage": "episode", "step": 0, "start": EPOCH - NIGHT_S, "end": EPOCH - NIGHT_S / 2}
+        timeline.write(f"{json.dumps(cut)}\n" * 20)
+    found = calibrate(run)
+    stretch = read_steps(run, SKIPPED_STEPS)
+    assert [row["step"] for row in stretch.rows] == list(range(8 + SKIPPED_STEPS, 24))
+    assert stretch.since == begun["time"] - begun["seconds/step"]
+    assert found.trainer.overhead == pytest.approx(model.trainer.overhead, abs=0.01)
+    assert found.rollout.recording == pytest.approx(model.rollout.recording, abs=1.0)
+    assert simulation_checks.predict(found, run, 0).error <= simulation_checks.TOLERANCE
+
+
+def test_a_run_that_was_never_long_at_work_is_refused(folder: Path, tmp_path: Path) -> None:
+    run = rewritten(folder, tmp_path / "run", lambda row: {**row, "time": row["time"] + NIGHT_S * (row["step"] // 3)})
+    with pytest.raises(UserError, match="its longest stretch without a stop has 1 steps"):
+        calibrate(run)
 
 
 def test_too_short_a_run_is_refused(tmp_path: Path) -> None:
