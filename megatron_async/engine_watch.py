@@ -52,6 +52,7 @@ class EngineWatch:
         self._serving: set[str] = set()
         self._written: list[Engine] | None = None
         self._unwritten = ""
+        self._known: set[str] = set()
         self._asked: dict[str, Future[int]] = {}
         self._training_over = False
         self._loop = BackgroundLoop("engine-watch")
@@ -71,7 +72,10 @@ class EngineWatch:
 
     def begin(self) -> None:
         """All engines were started for this run and none is behind another: all of them serve."""
-        self._serving = {engine.name for engine in self._found()}
+        found = self._found()
+        for engine in found:
+            self._reported(engine)
+        self._serving = {engine.name for engine in found}
         self._write()
 
     def tick(self) -> None:
@@ -85,9 +89,7 @@ class EngineWatch:
             self._router.tick()
         self._others.check()
         for engine in self._found():
-            reason = self._bank.get_state(failed_key(engine.name))
-            if reason:
-                self._bank.set_state(failed_key(engine.name), "")
+            if reason := self._reported(engine):
                 self._restart(engine, f"was reported by the trainer: {reason}")
             elif engine.name not in self._serving:
                 self._ask(engine)
@@ -124,6 +126,20 @@ class EngineWatch:
 
     def _found(self) -> list[Engine]:
         return sorted([*self._fleet.engines, *self._others.engines()], key=lambda engine: engine.index)
+
+    def _reported(self, engine: Engine) -> str:
+        """Why the trainer says that it is no good, once; empty while it says nothing.
+
+        What is there before the trainer can know the engine was said of another one of this name, in an earlier run:
+        it had ended already when it was reported, so nobody heard of it.
+        """
+        key = failed_key(engine.name)
+        reason = self._bank.get_state(key) or ""
+        if reason:
+            self._bank.set_state(key, "")
+        known = engine.name in self._known
+        self._known.add(engine.name)
+        return reason if known else ""
 
     def _restart(self, engine: Engine, reason: str) -> None:
         self._serving.discard(engine.name)

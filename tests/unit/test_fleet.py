@@ -284,6 +284,26 @@ def test_what_the_trainer_reports_is_started_again(machine: Machine, bank: Bank)
         assert fleet.hopeful == 2  # reported once
 
 
+def test_what_was_reported_of_an_engine_of_an_earlier_run_is_not_held_against_its_namesake(
+    machine: Machine, bank: Bank
+) -> None:
+    """Reported when it had ended already: nobody took the report back, and a resume numbers engines from 0 again."""
+    for name in ("0.0", "1.1"):
+        bank.set_state(failed_key(name), "could not receive a bucket")
+    with machine.fleet() as fleet, watch_of(machine, fleet, bank) as watching:
+        watching.begin()
+        watching.tick()
+        assert fleet.restarts == 0 and states(machine) == {"0.0": "serving", "1.0": "serving"}
+        machine.processes[1].exit_code = -9
+        watching.tick()
+        machine.until_started_again(fleet)
+        watching.tick()
+        assert sorted(states(machine)) == ["0.0", "1.1"]
+        bank.set_state(failed_key("1.1"), "froze")  # this one is meant
+        watching.tick()
+        assert sorted(states(machine)) == ["0.0"]
+
+
 def test_too_few_engines_end_the_run_with_the_reasons(machine: Machine, bank: Bank) -> None:
     with machine.fleet() as fleet, watch_of(machine, fleet, bank) as watching:
         watching.begin()
