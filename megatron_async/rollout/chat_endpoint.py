@@ -178,17 +178,19 @@ def _read(text: str) -> Completion:
         message = choice["message"]
         calls, problem = _calls(message.get("tool_calls") or ())
         usage = value.get("usage") or {}
+        used = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
         content = message.get("content") or ""
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(choice.get("finish_reason") or "stop")
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a chat completion ({error!r}): {text[:300]!r}") from error
     if not isinstance(content, str):
         raise ValueError(f"the message's content is {type(content).__name__}, not text: {text[:300]!r}")
     return Completion(
         content=content,
         calls=calls,
-        prompt_tokens=int(usage.get("prompt_tokens") or 0),
-        completion_tokens=int(usage.get("completion_tokens") or 0),
-        finish_reason=str(choice.get("finish_reason") or "stop"),
+        prompt_tokens=used[0],
+        completion_tokens=used[1],
+        finish_reason=reason,
         problem=problem,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +17,7 @@ from megatron_async import cli
 from megatron_async.errors import UserError
 from megatron_async.evaluate import EvaluatedPolicy
 from megatron_async.rollout import chat_endpoint
-from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointOptions
+from megatron_async.rollout.chat_endpoint import ChatEndpoint, EndpointOptions, _read
 from megatron_async.rollout.endpoint_policy import endpoint_player
 from megatron_async.rollout.environments.base import (
     AssistantTurn,
@@ -29,6 +31,7 @@ from megatron_async.rollout.episode_limits import EpisodeLimits
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
 from sglang_bridge.event_loop import BackgroundLoop
 from tests.unit.chat_endpoint import ChatServer, call, text
+from tests.unit.test_bridge_fuzz import JUNK, at, places
 
 LIMITS = EpisodeLimits(max_turns=3, max_tokens=200, turn_deadline_s=120.0, trajectory_deadline_s=240.0)
 
@@ -283,3 +286,20 @@ def test_policies_that_cannot_be_are_refused(tmp_path: Path) -> None:
         EvaluatedPolicy(checkpoint=tmp_path, endpoint="http://x")
     with pytest.raises(UserError, match="no Hugging Face checkpoint"):
         EvaluatedPolicy(checkpoint=tmp_path)
+
+
+def test_an_answer_with_any_part_replaced_by_junk_is_read_or_refused() -> None:
+    """What is refused is asked for again; any other exception would end the evaluation, or the episode as a bug."""
+    look = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": "well", "tool_calls": [look]}
+    whole: dict[str, Any] = {
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3},
+    }
+    for path in places(whole):
+        for junk in JUNK:
+            damaged = copy.deepcopy(whole)
+            at(damaged, path[:-1])[path[-1]] = junk
+            with contextlib.suppress(ValueError):
+                read = _read(json.dumps(damaged))
+                assert isinstance(read.content, str) and type(read.prompt_tokens) is int
