@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,10 +193,29 @@ class Part:
             return False
 
     def descendants(self) -> list[psutil.Process]:
-        """The process itself and everything it started, directly or not, that is alive."""
+        """The process itself and everything it started, directly or not, that is alive. What was started without the
+        mark, in an environment of its own, is found as long as whoever started it lives."""
         if self._process is None:
             return []
-        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
+        processes = list(psutil.process_iter())
+        marked = [process for process in processes if _mark_of(process) == self.mark]
+        return [*marked, *_below({process.pid for process in marked}, processes)]
+
+
+def _below(found: set[int], processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Children of the processes `found`, and theirs, which are not among them."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            children.setdefault(process.ppid(), []).append(process)
+    below: list[psutil.Process] = []
+    parents = list(found)
+    while parents:
+        new = [child for child in children.get(parents.pop(), []) if child.pid not in found]
+        found |= {child.pid for child in new}
+        parents += [child.pid for child in new]
+        below += new
+    return below
 
 
 def _mark_of(process: psutil.Process) -> str | None:

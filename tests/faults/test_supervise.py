@@ -116,6 +116,33 @@ def test_a_part_and_its_children_are_stopped_at_the_end_of_the_block(tmp_path: P
     assert ends(child, 0.5)
 
 
+UNMARKED = (
+    "import pathlib, subprocess, sys, time\n"
+    "code = 'import subprocess, sys, time; print(subprocess.Popen([\"sleep\", \"300\"]).pid, flush=True); '\n"
+    "code += 'time.sleep(300)'\n"
+    "tool = subprocess.Popen([sys.executable, '-c', code], env={'PATH': '/usr/bin:/bin'}, start_new_session=True,\n"
+    "                        stdout=subprocess.PIPE, text=True)\n"
+    "file = pathlib.Path(sys.argv[1])\n"
+    "file.with_suffix('.new').write_text(f'{tool.pid} {tool.stdout.readline()}')\n"
+    "file.with_suffix('.new').rename(file)\n"
+    "time.sleep(300)\n"
+)
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_tool_with_an_environment_of_its_own_is_stopped_with_the_part_that_started_it(
+    kills: bool, tmp_path: Path
+) -> None:
+    part = Part("agents", [sys.executable, "-c", UNMARKED, str(tmp_path / "pids")], tmp_path / "log")
+    with supervised([part]):
+        part.start()
+        tool, below = (int(pid) for pid in wait_for(tmp_path / "pids").split())
+        assert {process.pid for process in part.descendants()} == {part.pid, tool, below}
+        if kills:
+            part.kill("it stands still")
+    assert ends(tool, 0.5) and ends(below, 0.5)
+
+
 DEAF = (
     "import pathlib, signal, sys, time\n"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
