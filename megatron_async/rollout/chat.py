@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megatron_async.errors import UserError
 from megatron_async.rollout.environments.base import AssistantTurn, Message, ToolCall
 from megatron_async.rollout.json_depth import shallow
 
@@ -38,7 +39,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CLOSING = "</tool_call>"
 
 
-class ChatFormatError(ValueError):
+class ChatFormatError(UserError, ValueError):
     """The tokenizer cannot carry a multi-turn conversation with tools; the message says why and how to fix it."""
 
 

@@ -83,6 +83,14 @@ def test_a_tokenizer_without_tools_stops_a_launch_before_anything_starts(tmp_pat
     assert "never mentions `tools`" in capsys.readouterr().err
 
 
+def test_a_checkpoint_without_tokenizer_files_is_a_message_too(tmp_path, capsys):
+    """Weights and tokenizer.json alone, as somebody copies them: the template may be right and nothing read it."""
+    assert cli.main(["launch", "--config", str(write_config(tmp_path))]) == 2
+    error = capsys.readouterr().err
+    assert "megatron-async launch: " in error and "copy the tokenizer files of the model" in error
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
