@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.errors import UserError
 from megatron_async.rollout.environments.base import EnvironmentFailure, Task
 from megatron_async.rollout.evaluation import engine_player, evaluate
 from megatron_async.rollout.evaluation_episode import EvaluatedEpisode
@@ -18,8 +19,8 @@ from tests.unit.scripted_rollout import PlainChat, RuleSampler, ScriptedEnvironm
 from tests.unit.test_evaluation import LIMITS
 
 
-class Crash(RuntimeError):
-    pass
+class Crash(UserError):
+    """Ends the evaluation: anything else that making an environment raises ends its own episode."""
 
 
 def run(journal: EvaluationJournal, source: ScriptedSource, samples: int = 2) -> Any:
