@@ -9,7 +9,7 @@ with n sampled tokens in T turns, k requests running on average and the trainer 
     (1 + interference f) (step_base n + step_per_request n k) + request_seconds T
 
 The trainer's is found alike, with f the share of an update in which the engines work. One asynchronous run in which
-they always do cannot tell how long an update takes alone; a second one with less overlap (bound 0) can.
+they always do cannot tell how long an update takes alone; a second one without overlap (bound 0) can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.simulation.fits import INTERFERENCES, Array, fit_slowdown
+from megatron_async.simulation.fits import INTERFERENCES, Array, Samples, fit_slowdown
 from megatron_async.simulation.loop import simulate
 from megatron_async.simulation.measured import Cumulative, Measured, measure
 from megatron_async.simulation.scenario import (
@@ -157,36 +157,46 @@ def fit_turnaround(scenario: Scenario, running: float) -> float:
 
 def fit_engines(runs: Sequence[Measured]) -> EngineModel:
     """Speed of the engines, and how the trainer slows them down."""
-    tokens, turns, running, share, seconds, alive = (
-        np.concatenate(column) for column in zip(*map(_engine_samples, runs), strict=True)
-    )
-    slowed = np.stack([tokens, tokens * running], axis=1)
-    (base, per_request, request), interference = fit_slowdown(slowed, turns[:, None], share, seconds)
+    samples = [_engine_samples(run) for run in runs]
+    (base, per_request, request), interference = fit_slowdown(samples)
     # An episode that is not being decoded (request sent or answered, tool at work) does not load the engine: of the
     # episodes counted as running, only this share did.
-    decoding = float((seconds - request * turns).sum() / alive.sum())
+    with_engine = sum(float((s.seconds - request * s.steady[:, 0]).sum()) for s in samples)
+    alive = sum(float(_alive(run).sum()) for run in runs)
     return EngineModel(
         runs[0].config.engines.count,
         max(float(base), _LEAST_STEP_BASE),
-        float(per_request) / max(decoding, 0.1),
+        float(per_request) / max(with_engine / alive, 0.1),
         request_seconds=float(request),
         interference=interference,
     )
 
 
-def _engine_samples(run: Measured) -> tuple[Array, ...]:
-    """By trajectory: tokens sampled, turns, requests running on its engine (mean), share of its time in which the
-    trainer computed, seconds with the engine, seconds of life; pauses taken out of the seconds."""
-    starts = np.array([one.start for one in run.observed])
-    ends = np.array([one.end for one in run.observed])
+def _engine_samples(run: Measured) -> Samples:
+    """By trajectory: tokens sampled, these times the requests that ran on its engine (mean), and turns explain the
+    seconds that it waited for the engine, pauses left out."""
+    starts, ends = _lives(run)
     life = np.maximum(ends - starts, 1e-9)
     running = Cumulative(list(zip(starts, ends, strict=True))).over(starts, ends) / life / run.config.engines.count
     paused = run.pauses().over(starts, ends)
-    share = np.clip((run.computing().over(starts, ends) - paused) / life, 0.0, 1.0)
-    seconds = np.maximum(np.array([one.engine_seconds for one in run.observed]) - paused, 1e-6)
     tokens = np.array([one.episode.actions for one in run.observed], dtype=float)
     turns = np.array([len(one.episode.turns) for one in run.observed], dtype=float)
-    return tokens, turns, running, share, seconds, life - paused
+    return Samples(
+        slowed=np.stack([tokens, tokens * running], axis=1),
+        steady=turns[:, None],
+        share=np.clip((run.computing().over(starts, ends) - paused) / life, 0.0, 1.0),
+        seconds=np.maximum(np.array([one.engine_seconds for one in run.observed]) - paused, 1e-6),
+    )
+
+
+def _alive(run: Measured) -> Array:
+    """Seconds of each trajectory's life, pauses left out."""
+    starts, ends = _lives(run)
+    return np.maximum(ends - starts, 1e-9) - run.pauses().over(starts, ends)
+
+
+def _lives(run: Measured) -> tuple[Array, Array]:
+    return np.array([one.start for one in run.observed]), np.array([one.end for one in run.observed])
 
 
 # ---------------------------------------------------------------- trainer
@@ -194,14 +204,14 @@ def _engine_samples(run: Measured) -> tuple[Array, ...]:
 
 def fit_trainer(runs: Sequence[Measured], interference: float) -> TrainerModel:
     """interference: the engines', taken for the trainer's where the runs cannot tell."""
-    tokens, share, seconds = (np.concatenate(c) for c in zip(*map(_update_samples, runs), strict=True))
-    if not len(seconds):
+    samples = [_update_samples(run) for run in runs]
+    share = np.concatenate([run.share for run in samples])
+    if not len(share):
         raise UserError(
             "no step of the run was an update (no batch had a signal); calibrate from another run"
         )
-    features = np.stack([np.ones_like(tokens), tokens], axis=1)
     tried = INTERFERENCES if share.std() >= _LEAST_SPREAD else np.array([interference])
-    coefficients, interference = fit_slowdown(features, np.empty((len(tokens), 0)), share, seconds, tried)
+    coefficients, interference = fit_slowdown(samples, tried)
     fixed, per_token = (float(value) for value in coefficients)
     trained = [row["batch/trained"] / row["batch/trajectories"] for run in runs for row in run.rows]
     return TrainerModel(
@@ -216,12 +226,16 @@ def fit_trainer(runs: Sequence[Measured], interference: float) -> TrainerModel:
     )
 
 
-def _update_samples(run: Measured) -> tuple[Array, ...]:
-    """By update: tokens trained per node, share of it in which the engines worked, seconds."""
+def _update_samples(run: Measured) -> Samples:
+    """By update: a constant and the tokens trained per node explain its seconds."""
     rows = [row for row in run.rows if row.get("seconds/update") and row["batch/trained"]]
     tokens = [row["batch/tokens"] * row["batch/trained"] / row["batch/trajectories"] for row in rows]
-    share = run.beside_stage("update", rows) if rows else np.empty(0)
-    return np.array(tokens) / run.config.trainer.nodes, share, np.array([row["seconds/update"] for row in rows])
+    return Samples(
+        slowed=np.array([(1.0, count / run.config.trainer.nodes) for count in tokens]).reshape(-1, 2),
+        steady=np.empty((len(rows), 0)),
+        share=run.beside_stage("update", rows) if rows else np.empty(0),
+        seconds=np.array([row["seconds/update"] for row in rows]),
+    )
 
 
 def _overhead(runs: Sequence[Measured], interference: float) -> float:

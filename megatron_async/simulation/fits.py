@@ -8,6 +8,8 @@ the interference: non-negative least squares for each value of a grid.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,25 +20,51 @@ INTERFERENCES = np.linspace(0.0, 6.0, 121)
 """Values that are tried."""
 
 
-def fit_slowdown(
-    slowed: Array, steady: Array, share: Array, seconds: Array, interferences: Array = INTERFERENCES
-) -> tuple[Array, float]:
-    """Coefficients >= 0 (of `slowed`, then of `steady`) and interference that explain `seconds`.
+_MEAN_WEIGHT = 10.0
+"""Weight of a run's mean, against all of its measurements together. Means decide throughput, and what differs between
+runs says more of their settings than what differs by chance within one."""
 
-    slowed: [n, a], features whose part of the time grows with the interference; steady: [n, b], those whose part does
-    not; b may be 0. share, seconds: [n]. The coefficients meet the mean of `seconds`.
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """n measurements of one run. slowed: [n, a], features whose part of the time grows with the interference; steady:
+    [n, b], those whose part does not; b may be 0. share, seconds: [n]."""
+
+    slowed: Array
+    steady: Array
+    share: Array
+    seconds: Array
+
+    def features(self, interference: float) -> Array:
+        """[n, a + b], as they explain `seconds`."""
+        return np.concatenate([self.slowed * (1 + interference * self.share)[:, None], self.steady], axis=1)
+
+
+def fit_slowdown(runs: Sequence[Samples], interferences: Array = INTERFERENCES) -> tuple[Array, float]:
+    """Coefficients >= 0 (of `slowed`, then of `steady`) and interference that explain the seconds of all runs.
+
+    Raises ValueError when no run has a measurement.
     """
+    runs = [run for run in runs if len(run.seconds)]
+    if not runs:
+        raise ValueError("nothing was measured")
+    target = np.concatenate([_with_mean(run.seconds) for run in runs])
     best: tuple[float, Array, float] | None = None
     for interference in interferences:
-        features = np.concatenate([slowed * (1 + interference * share)[:, None], steady], axis=1)
-        coefficients = non_negative_least_squares(features, seconds)
-        # Least squares need not meet the mean, which decides throughput.
-        coefficients *= seconds.sum() / max((features @ coefficients).sum(), 1e-12)
-        error = float(np.sum((features @ coefficients - seconds) ** 2))
+        features = np.concatenate([_with_mean(run.features(interference)) for run in runs])
+        coefficients = non_negative_least_squares(features, target)
+        error = float(np.sum((features @ coefficients - target) ** 2))
         if best is None or error < best[0]:
             best = error, coefficients, float(interference)
     assert best is not None
     return best[1], best[2]
+
+
+def _with_mean(values: Array) -> Array:
+    """`values` of a run and, weighted, their mean."""
+    weight = np.sqrt(_MEAN_WEIGHT * len(values))
+    together: Array = np.concatenate([values, weight * values.mean(axis=0, keepdims=True)])
+    return together
 
 
 def non_negative_least_squares(features: Array, target: Array) -> Array:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# How far the simulator may be trusted on this machine: five short runs of the quickstart under different settings, two
+# How far the simulator may be trusted on this machine: six short runs of the quickstart under different settings, three
 # of which it is calibrated on and three of which it predicts. Needs the quickstart's warm start (bash
-# recipes/quickstart.sh) and about 12 minutes of a machine that does nothing else. Arguments go to the comparison,
+# recipes/quickstart.sh) and about 15 minutes of a machine that does nothing else. Arguments go to the comparison,
 # e.g. --write.
 set -euo pipefail
 
@@ -15,11 +15,12 @@ run() {
     --set steps=24 --set optimizer.lr=1.0e-9 --set evaluation.tasks=8 --set "name=simulated_$1" "${@:2}"
 }
 
-run overlapped --set rollout.max_staleness=2 --set rollout.concurrency=64
-run apart --set rollout.max_staleness=0 --set rollout.concurrency=24
+run asynchronous --set rollout.max_staleness=2 --set rollout.concurrency=64
 run synchronous --set rollout.max_staleness=0 --set rollout.concurrency=64
+run few --set rollout.max_staleness=0 --set rollout.concurrency=24
 run one_step --set rollout.max_staleness=1 --set rollout.concurrency=32
 run small_batch --set rollout.max_staleness=2 --set rollout.concurrency=24 --set batch.groups=6
+run far --set rollout.max_staleness=4 --set rollout.concurrency=96 --set batch.groups=16
 
-exec "$python" -m tools.simulate_async runs/simulated_overlapped runs/simulated_apart --halves \
-  --predict runs/simulated_synchronous runs/simulated_one_step runs/simulated_small_batch "$@"
+exec "$python" -m tools.simulate_async runs/simulated_asynchronous runs/simulated_synchronous runs/simulated_few --halves \
+  --predict runs/simulated_one_step runs/simulated_small_batch runs/simulated_far "$@"

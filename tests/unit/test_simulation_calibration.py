@@ -30,7 +30,7 @@ from megatron_async.simulation import (
 )
 from megatron_async.simulation.calibration import fit_turnaround, life_factor, slower, under_settings
 from megatron_async.simulation.errors import ScenarioError
-from megatron_async.simulation.fits import fit_slowdown, non_negative_least_squares
+from megatron_async.simulation.fits import Samples, fit_slowdown, non_negative_least_squares
 from megatron_async.simulation.loop import _Loop
 from megatron_async.simulation.measured import Cumulative, measure, union
 from megatron_async.simulation.playing import Play
@@ -410,12 +410,27 @@ def test_speed_is_found_from_seconds_alone() -> None:
     running, share = random.uniform(1, 60, 2000), random.uniform(0, 1, 2000)
     seconds = (1 + 0.45 * share) * (0.01 * tokens + 0.0005 * tokens * running) + 0.08 * turns
     slowed, steady = np.stack([tokens, tokens * running], axis=1), turns[:, None]
-    found, interference = fit_slowdown(slowed, steady, share, seconds)
+    found, interference = fit_slowdown([Samples(slowed, steady, share, seconds)])
     assert interference == pytest.approx(0.45)
     assert found == pytest.approx((0.01, 0.0005, 0.08), rel=1e-6)
-    noisy, interference = fit_slowdown(slowed, steady, share, seconds * random.normal(1, 0.05, 2000))
+    noisy, interference = fit_slowdown([Samples(slowed, steady, share, seconds * random.normal(1, 0.05, 2000))])
     assert interference == pytest.approx(0.45, abs=0.05)
     assert noisy == pytest.approx((0.01, 0.0005, 0.08), rel=0.15)
+
+
+def test_what_differs_between_runs_outweighs_chance_within_one() -> None:
+    """Shares known only on average explain nothing within the run: a synchronous run beside it shows the interference."""
+    random = np.random.default_rng(0)
+
+    def run(share: Any) -> Samples:
+        tokens = random.uniform(50, 150, 1000)
+        seconds = 0.01 * tokens * (1 + share) * random.normal(1, 0.02, 1000)
+        return Samples(tokens[:, None], np.empty((1000, 0)), share, seconds)
+
+    overlapped, alone = run(np.clip(random.normal(0.5, 0.2, 1000), 0, 1)), run(np.zeros(1000))
+    blurred = replace(overlapped, share=random.permutation(overlapped.share))
+    assert fit_slowdown([blurred])[1] < 0.2
+    assert fit_slowdown([blurred, alone])[1] > 0.6  # the truth is 1
 
 
 def test_non_negative_least_squares_is_optimal() -> None:
