@@ -419,7 +419,7 @@ def test_speed_is_found_from_seconds_alone() -> None:
 
 
 def test_what_differs_between_runs_outweighs_chance_within_one() -> None:
-    """Shares known only on average explain nothing within the run: a synchronous run beside it shows the interference."""
+    """Shares known only on average explain nothing within a run: a synchronous one beside it shows the interference."""
     random = np.random.default_rng(0)
 
     def run(share: Any) -> Samples:
