@@ -40,6 +40,7 @@ from megatron_async.simulation import (
     simulate,
 )
 from megatron_async.simulation.errors import ScenarioError
+from megatron_async.simulation.measured import read_config
 from megatron_async.simulation.scenario import SOURCES
 from tools.benchmark_rows import write_rows
 from tools.simulation_checks import (
@@ -257,7 +258,8 @@ def _compare_runs(options: argparse.Namespace, console: Console) -> None:
         model = overridden(read_scenario(options.model, options.seed), options.overrides)
         console.print(describe(model), highlight=False)
         name = " and ".join(path.name for path in options.model)
-        predictions += [predict(model, path, options.seed, calibrated=name) for path in options.predict]
+        most = max((read_config(path).rollout.concurrency for path in options.model if path.is_dir()), default=0)
+        predictions += [predict(model, path, options.seed, calibrated=name, most=most) for path in options.predict]
     console.print(predictions_table(predictions))
     if options.write:
         write_rows("async", prediction_rows(predictions))

@@ -41,7 +41,7 @@ LEAST_STEPS = 12
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A run, or the second half of one, predicted by the model of what `calibrated` names. Seconds per step, mean
-    version gap of trained tokens."""
+    version gap of trained tokens. beyond: it has more episodes at once than any run of the calibration."""
 
     calibrated: str
     run: str
@@ -50,6 +50,7 @@ class Prediction:
     predicted_seconds: float
     measured_gap: float
     predicted_gap: float
+    beyond: bool = False
 
     @property
     def error(self) -> float:
@@ -65,10 +66,10 @@ class Prediction:
 
 
 def predict(
-    model: Scenario, run_path: Path, seed: int, *, first: int = SKIPPED_STEPS, calibrated: str = ""
+    model: Scenario, run_path: Path, seed: int, *, first: int = SKIPPED_STEPS, calibrated: str = "", most: int = 0
 ) -> Prediction:
     """What `model`, calibrated on what `calibrated` names, says of the steps of a run from `first` on, under that run's
-    settings, against what was measured there."""
+    settings, against what was measured there. most: episodes at once in the calibration; 0: unknown."""
     rows = read_steps(run_path, first).rows
     if len(rows) < 3:
         raise UserError(f"{run_path}: {len(rows)} steps after the first {first} are too few to measure a step's time")
@@ -85,6 +86,7 @@ def predict(
         result.step_seconds,
         sum(gaps) / max(1, len(gaps)),
         result.gap_mean,
+        beyond=0 < most < rollout.concurrency,
     )
 
 
@@ -114,15 +116,21 @@ def predictions_table(predictions: Sequence[Prediction]) -> Table:
 
 
 def prediction_rows(predictions: Sequence[Prediction]) -> list[Row]:
-    """The errors in the benchmarks' form."""
-    each = "; ".join(one.describe() for one in predictions)
+    """The errors in the benchmarks' form: those under loads that the calibration saw, and those beyond."""
+    figures = [
+        ("simulator_step_time_error", "", [one for one in predictions if not one.beyond]),
+        ("simulator_extrapolation_error", " with fewer episodes at once", [one for one in predictions if one.beyond]),
+    ]
     return [
         Row(
-            "simulator_step_time_error",
-            [round(one.error, 4) for one in predictions],
+            figure,
+            [round(one.error, 4) for one in found],
             goal=f"<= {TOLERANCE}",
-            conditions=f"mean step time, predicted by a model that did not see it; {each}",
+            conditions=f"mean step time, predicted by a model that did not see it{where}; "
+            + "; ".join(one.describe() for one in found),
         )
+        for figure, where, found in figures
+        if found
     ]
 
 

@@ -280,6 +280,10 @@ def test_the_second_half_is_predicted_by_the_first_alone(folder: Path, tmp_path:
     assert slower.measured_seconds == pytest.approx(2 * steady.measured_seconds)
     (row,) = simulation_checks.prediction_rows([steady, slower])
     assert row.passed is False
+    rows = simulation_checks.prediction_rows([steady, replace(slower, beyond=True)])
+    assert [(row.figure, row.passed) for row in rows] == [
+        ("simulator_step_time_error", True), ("simulator_extrapolation_error", False)
+    ]  # fmt: skip
 
 
 def test_a_model_is_put_under_another_runs_settings_and_nothing_else(model: Scenario, tmp_path: Path) -> None:
