@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_async.config.schema import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.simulation.fits import INTERFERENCES, Array, Samples, fit_slowdown
+from megatron_async.simulation.fits import INTERFERENCES, Samples, fit_slowdown
 from megatron_async.simulation.loop import simulate
 from megatron_async.simulation.measured import Cumulative, Measured, measure
 from megatron_async.simulation.scenario import (
@@ -157,46 +157,37 @@ def fit_turnaround(scenario: Scenario, running: float) -> float:
 
 def fit_engines(runs: Sequence[Measured]) -> EngineModel:
     """Speed of the engines, and how the trainer slows them down."""
-    samples = [_engine_samples(run) for run in runs]
+    samples, alive = zip(*map(_engine_samples, runs), strict=True)
     (base, per_request, request), interference = fit_slowdown(samples)
     # An episode that is not being decoded (request sent or answered, tool at work) does not load the engine: of the
     # episodes counted as running, only this share did.
     with_engine = sum(float((s.seconds - request * s.steady[:, 0]).sum()) for s in samples)
-    alive = sum(float(_alive(run).sum()) for run in runs)
     return EngineModel(
         runs[0].config.engines.count,
         max(float(base), _LEAST_STEP_BASE),
-        float(per_request) / max(with_engine / alive, 0.1),
+        float(per_request) / max(with_engine / sum(alive), 0.1),
         request_seconds=float(request),
         interference=interference,
     )
 
 
-def _engine_samples(run: Measured) -> Samples:
+def _engine_samples(run: Measured) -> tuple[Samples, float]:
     """By trajectory: tokens sampled, these times the requests that ran on its engine (mean), and turns explain the
-    seconds that it waited for the engine, pauses left out."""
-    starts, ends = _lives(run)
+    seconds that it waited for the engine, pauses left out. Beside them the seconds of all lives, without pauses."""
+    starts = np.array([one.start for one in run.observed])
+    ends = np.array([one.end for one in run.observed])
     life = np.maximum(ends - starts, 1e-9)
     running = Cumulative(list(zip(starts, ends, strict=True))).over(starts, ends) / life / run.config.engines.count
     paused = run.pauses().over(starts, ends)
     tokens = np.array([one.episode.actions for one in run.observed], dtype=float)
     turns = np.array([len(one.episode.turns) for one in run.observed], dtype=float)
-    return Samples(
+    samples = Samples(
         slowed=np.stack([tokens, tokens * running], axis=1),
         steady=turns[:, None],
         share=np.clip((run.computing().over(starts, ends) - paused) / life, 0.0, 1.0),
         seconds=np.maximum(np.array([one.engine_seconds for one in run.observed]) - paused, 1e-6),
     )
-
-
-def _alive(run: Measured) -> Array:
-    """Seconds of each trajectory's life, pauses left out."""
-    starts, ends = _lives(run)
-    return np.maximum(ends - starts, 1e-9) - run.pauses().over(starts, ends)
-
-
-def _lives(run: Measured) -> tuple[Array, Array]:
-    return np.array([one.start for one in run.observed]), np.array([one.end for one in run.observed])
+    return samples, float((life - paused).sum())
 
 
 # ---------------------------------------------------------------- trainer
